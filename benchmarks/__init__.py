@@ -1,0 +1,1 @@
+"""Measurements: each module prints one table (`--json`: a list of rows) and asserts nothing."""

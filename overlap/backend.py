@@ -1,0 +1,225 @@
+"""The torch.compile backend: Dynamo's graph in, a callable out.
+
+    Dynamo ─▶ capture ─▶ functionalize, slice ─▶ AOTAutograd ─▶ joint passes ─▶ partition
+           ─▶ schedule, legalize ─▶ run
+
+The first, static compile is restarted with the sizes of the data symbolic, so that one program
+serves every batch and its decisions know no local size (docs/adr/0003).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import default_partition
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.graph import _BoxedCodeGen
+
+from overlap import capture, collectives, compilation, cost, graph, presets, simulate
+from overlap.checking import Checked
+from overlap.compilation import Compilation
+from overlap.config import Config
+from overlap.errors import PassError
+from overlap.hardware import Profile
+from overlap.passes.recompute import Policies
+from overlap.passes.schedule import MemoryCap, Scheduled
+from overlap.pipeline import Context, run
+from overlap.runtime import detect, groups
+
+_FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
+
+
+def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = None) -> Any:
+    """The backend behind `torch.compile(model, backend="overlap", options={...})`.
+
+    Raises ConfigError for wrong options, PassError for a refused overlap under `strict`.
+    """
+    config = Config.from_options(options)
+    if os.environ.get("OVERLAP_DISABLE") == "1":
+        return as_written(gm, example_inputs)
+    _restart_with_symbolic_sizes(gm, example_inputs)
+    began = time.perf_counter()
+    record = Compilation.begin(config, example_inputs)
+    compiled = _compile(gm, example_inputs, record)
+    record.compile_s = time.perf_counter() - began
+    if config.check_steps:
+        reference = as_written(gm, example_inputs)
+        return Checked(compiled, reference, config.check_steps)
+    return compiled
+
+
+def as_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The un-sliced, un-scheduled program through the same kernels: the referee."""
+    compiler = _boxed_callable
+    return aot_autograd(
+        fw_compiler=compiler, inference_compiler=compiler, partition_fn=default_partition
+    )(gm, example_inputs)
+
+
+def set_dynamo_flags() -> None:
+    """Let Dynamo capture host reads and data-dependent sizes, which routed exchanges need. Says so
+    once; `OVERLAP_NO_DYNAMO_FLAGS=1` turns it off."""
+    if os.environ.get("OVERLAP_NO_DYNAMO_FLAGS") == "1":
+        return
+    unset = [flag for flag in _FLAGS if not getattr(torch._dynamo.config, flag)]
+    for flag in unset:
+        setattr(torch._dynamo.config, flag, True)
+    if unset:
+        compilation.LOG.info(
+            "set torch._dynamo.config.%s so that host reads break no graph; "
+            "OVERLAP_NO_DYNAMO_FLAGS=1 turns that off",
+            " and ".join(unset),
+        )
+
+
+set_dynamo_flags()
+
+
+def _restart_with_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Mark every size of the data dynamic and have Dynamo capture again, once per input.
+
+    Source: TensorifyScalarRestartAnalysis is the one exception that Dynamo re-raises from a
+    backend (torch 2.13, torch/_dynamo/output_graph.py). Without it sizes stay static, which
+    slicing handles through placements.
+    """
+    restart = getattr(torch._dynamo.exc, "TensorifyScalarRestartAnalysis", None)
+    if restart is None:
+        return
+    marked = False
+    for node, value in zip(graph.placeholders(gm.graph), example_inputs, strict=True):
+        if not isinstance(value, torch.Tensor) or graph.is_module_state(node):
+            continue
+        for dim, size in enumerate(graph.fake_value(node).shape):
+            if _may_become_symbolic(value, dim, size):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+                marked = True
+    if marked:
+        raise restart(restart_reason="overlap: sizes of the data become symbolic")
+
+
+def _may_become_symbolic(value: torch.Tensor, dim: int, size: int | torch.SymInt) -> bool:
+    tried = getattr(value, "_dynamo_weak_dynamic_indices", set())
+    chosen = getattr(value, "_dynamo_static_indices", set())
+    return isinstance(size, int) and size > 1 and dim not in tried and dim not in chosen
+
+
+@dataclasses.dataclass
+class _Session:
+    """One compilation: what its passes share, from the forward to the backward graph."""
+
+    record: Compilation
+    ctx: Context
+    preset: presets.Preset
+
+    def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
+        """Run the final passes over a graph that will run, and record what was decided."""
+        config = self.record.config
+        self.ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
+        run(gm, self.preset.final, self.ctx)
+        self.record.add_graph(kind, gm, self.ctx.fact_or_none(Scheduled))
+
+
+def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
+    match budget:
+        case None:
+            return None
+        case float():
+            return int(budget * base_bytes)
+        case _:
+            return budget
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation
+) -> Callable[..., Any]:
+    ctx = Context(record.config, groups.size_of, remarks=record.remarks)
+    profile = detect.profile(record.config.hardware, _device_of(example_inputs))
+    record.profile = profile
+    ctx.provide(profile)
+    program, preset = _prepare(gm, ctx, record)
+    session = _Session(record, ctx, preset)
+    if preset is presets.NONE:
+        return as_written(gm, example_inputs)
+    return aot_autograd(
+        fw_compiler=functools.partial(_compile_graph, session, "forward"),
+        bw_compiler=functools.partial(_compile_graph, session, "backward"),
+        inference_compiler=functools.partial(_compile_graph, session, "inference"),
+        partition_fn=functools.partial(_partition, session),
+    )(program, example_inputs)
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    devices = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _prepare(
+    gm: fx.GraphModule, ctx: Context, record: Compilation
+) -> tuple[fx.GraphModule, presets.Preset]:
+    """The program that goes to autograd, sliced where it may be, and the passes for what follows."""
+    config = record.config
+    if config.preset == "none":
+        ctx.remark("note", "preset='none' leaves the program as it is")
+        return gm, presets.NONE
+    try:
+        captured = capture.to_aten(gm)
+    except capture.CaptureError as error:
+        ctx.provide(Policies({}))
+        ctx.remark("refused", f"nothing is sliced: {error}")
+        return gm, presets.moe(slices=1)
+    ctx.provide(Policies(captured.policies))
+    if not collectives.has_collective(captured.gm):
+        ctx.remark("note", "the program has no collective, so there is nothing to hide")
+        return gm, presets.NONE
+    slices = compilation.decide_slices(captured.gm, config, record.profile, ctx.group_size)
+    record.slices = slices
+    preset = presets.moe(slices)
+    run(captured.gm, preset.forward, ctx)
+    return captured.gm, preset
+
+
+def _partition(
+    session: _Session, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    graph.set_phase(joint_gm, graph.Phase.JOINT)
+    run(joint_gm, session.preset.joint, session.ctx)
+    session.record.base_peak_bytes = _program_order_peak(session, joint_gm)
+    forward, backward = default_partition(joint_gm, joint_inputs, **options)
+    for part in (forward, backward):
+        graph.set_phase(part, graph.Phase.NORMALIZED)
+    return forward, backward
+
+
+def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:
+    """Peak bytes in program order, saved activations counted, parameters not."""
+    costs = cost.estimate(gm, session.ctx.fact(Profile), session.ctx.group_size)
+    program = simulate.extract(gm, costs)
+    return simulate.peak_memory(program, range(len(program)))[0]
+
+
+def _compile_graph(
+    session: _Session, kind: str, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    if kind == "inference":
+        graph.set_phase(gm, graph.Phase.JOINT)
+        run(gm, session.preset.inference, session.ctx)
+        session.record.base_peak_bytes = _program_order_peak(session, gm)
+    session.final(kind, gm, session.record.base_peak_bytes)
+    return _boxed_callable(gm, example_inputs)
+
+
+def _boxed_callable(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The graph's nodes in their order, as Python; frees its inputs and values at their last use."""
+    gm.graph.set_codegen(_BoxedCodeGen())
+    gm.recompile()
+    forward = gm.forward
+    forward.__func__._boxed_call = True  # pyright: ignore
+    return forward

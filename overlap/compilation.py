@@ -1,0 +1,151 @@
+"""What one compilation decided, kept for `overlap.explain` and for recompiles of the same code."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext
+
+from overlap import collectives, cost, printing
+from overlap.config import Config
+from overlap.hardware import Profile
+from overlap.passes.schedule import Scheduled
+from overlap.pipeline import Remark
+
+LOG = logging.getLogger("overlap")
+
+CANDIDATE_SLICES = (1, 2, 4)
+_SLICE_TAX = 0.03
+"""Extra compute per further slice: smaller kernels, joins, one launch per node and slice."""
+_LEAST_GAIN = 1.03
+"""A predicted speed-up below this is within the error of the formulas: leave the program alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGraph:
+    """One graph that runs.
+
+    kind: "forward", "backward" or "inference".
+    dump: its text after all passes.
+    modules: module path by node name, for its collectives.
+    scheduled: program, machine and schedule; None where no schedule ran.
+    """
+
+    kind: str
+    dump: str
+    modules: dict[str, str]
+    scheduled: Scheduled | None
+
+
+@dataclasses.dataclass
+class Compilation:
+    """One compilation, filled while it runs.
+
+    code: Dynamo's number of the code that was compiled; its recompiles share it.
+    slices: how many slices were asked for or chosen.
+    base_peak_bytes: peak in program order, before scheduling.
+    """
+
+    config: Config
+    code: int | None
+    parameters: tuple[weakref.ref[torch.Tensor], ...]
+    profile: Profile | None = None
+    slices: int = 1
+    sliced_starts: tuple[str, ...] = ()
+    reassociated: tuple[str, ...] = ()
+    base_peak_bytes: int = 0
+    compile_s: float = 0.0
+    remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
+    graphs: list[CompiledGraph] = dataclasses.field(default_factory=list[CompiledGraph])
+
+    @classmethod
+    def begin(cls, config: Config, example_inputs: Sequence[Any]) -> Compilation:
+        compile_id = CompileContext.current_compile_id()
+        code = compile_id.frame_id if compile_id else None
+        parameters = tuple(
+            weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)
+        )
+        record = cls(config, code, parameters)
+        _RECORDS.append(record)
+        return record
+
+    def add_graph(self, kind: str, gm: fx.GraphModule, scheduled: Scheduled | None) -> None:
+        from overlap import graph
+
+        modules = {
+            node.name: graph.module_path(node)
+            for node in gm.graph.nodes
+            if collectives.is_start(node)
+        }
+        self.graphs.append(CompiledGraph(kind, printing.dump(gm), modules, scheduled))
+
+    def is_for(self, parameters: set[int]) -> bool:
+        return any(id(ref()) in parameters for ref in self.parameters if ref() is not None)
+
+
+_RECORDS: list[Compilation] = []
+
+
+def records() -> tuple[Compilation, ...]:
+    """All compilations of this process, oldest first."""
+    return tuple(_RECORDS)
+
+
+def decide_slices(
+    gm: fx.GraphModule,
+    config: Config,
+    profile: Profile | None,
+    group_size: Callable[[str], int],
+) -> int:
+    """How many slices: the user's number, an earlier decision for the same code, or the formula's.
+
+    Rank-invariant: the formula sees nominal sizes only.
+    """
+    if isinstance(config.slices, int):
+        return config.slices
+    compile_id = CompileContext.current_compile_id()
+    code = compile_id.frame_id if compile_id else None
+    for record in _RECORDS[:-1]:
+        if code is not None and record.code == code and record.config == config and record.graphs:
+            return record.slices
+    assert profile is not None
+    costs = cost.estimate(gm, profile, group_size)
+    starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
+    compute_us = sum(costs.of(n).compute_us for n in gm.graph.nodes)
+    launch_us = profile.launch_us * len(gm.graph.nodes)
+    comm_us = sum(costs.of(n).collective_us for n in starts)
+    latency_us = profile.latency_us * len(starts)
+    best = min(
+        CANDIDATE_SLICES,
+        key=lambda n: predicted_us(n, compute_us, comm_us, launch_us, latency_us, len(starts)),
+    )
+    un_sliced = predicted_us(1, compute_us, comm_us, launch_us, latency_us, len(starts))
+    sliced = predicted_us(best, compute_us, comm_us, launch_us, latency_us, len(starts))
+    return best if un_sliced >= _LEAST_GAIN * sliced else 1
+
+
+def predicted_us(
+    slices: int,
+    compute_us: float,
+    comm_us: float,
+    launch_us: float,
+    latency_us: float,
+    num_collectives: int,
+) -> float:
+    """Step time of a forward, in microseconds, by the two-resource bound.
+
+    Un-sliced, communication and compute add up. With N slices the longer of the two remains, plus
+    one slice of the shorter at either end of the chain of collectives.
+    """
+    if slices == 1 or not num_collectives:
+        return compute_us + launch_us + comm_us
+    compute = compute_us * (1 + _SLICE_TAX * (slices - 1)) + launch_us * slices
+    comm = comm_us + latency_us * (slices - 1)
+    edge = min(compute, comm) / (slices * num_collectives)
+    return max(compute, comm) + edge

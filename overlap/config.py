@@ -1,0 +1,117 @@
+"""`Config`: every option that a user can set, validated where it is made.
+
+The same fields are the keys of `torch.compile(..., options={...})` and the `--overlap.*` flags.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from overlap.errors import ConfigError, unknown_name
+
+PRESETS = ("auto", "moe", "fsdp", "none")
+AXES = ("auto", "batch", "token", "expert")
+NUMERICS = ("reassociate", "exact")
+INNERS = ("auto", "eager", "inductor")
+
+_CHOICES = {"preset": PRESETS, "axis": AXES, "numerics": NUMERICS, "inner": INNERS}
+_NOT_YET = {
+    ("axis", "token"): "use axis='batch'",
+    ("axis", "expert"): "use axis='batch'",
+    ("numerics", "exact"): "use numerics='reassociate'",
+    ("inner", "inductor"): "use inner='eager'",
+    ("preset", "fsdp"): "use preset='moe', which slices and schedules every collective",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Options of one compilation.
+
+    preset: which pipeline; "auto" is "moe" for a graph with an all-to-all, "none" leaves the graph
+        alone.
+    slices: how many slices, or "auto": the cost model picks; 1 schedules without slicing.
+    axis: what a slice is cut along.
+    numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better; "exact"
+        is bitwise.
+    memory_budget: peak while scheduling: bytes (an int), a ratio of the un-scheduled peak (a
+        float, at least 1.0), or None for no limit.
+    bucket_bytes: size of a bucket of small collectives, or "auto".
+    hardware: name of a hardware profile, a path to one, or "auto".
+    inner: who generates the compute kernels; "auto" is "eager".
+    strict: a refused overlap is an error instead of a remark.
+    costs: path of a cost table, or None for the profile's formulas.
+    check_steps: how many first steps are compared with the program as written.
+    artifact: a precompiled artifact.
+
+    Raises ConfigError for a value that is not one of these or is not built yet.
+    """
+
+    preset: str = "auto"
+    slices: int | str = "auto"
+    axis: str = "auto"
+    numerics: str = "reassociate"
+    memory_budget: int | float | None = 1.05
+    bucket_bytes: int | str = "auto"
+    hardware: str = "auto"
+    inner: str = "auto"
+    strict: bool = False
+    costs: str | None = None
+    check_steps: int = 0
+    artifact: str | None = None
+
+    def __post_init__(self) -> None:
+        for field, valid in _CHOICES.items():
+            value = getattr(self, field)
+            if value not in valid:
+                raise unknown_name("value", str(value), valid, place=f"of option '{field}'")
+            if advice := _NOT_YET.get((field, value)):
+                raise ConfigError(f"{field}={value!r} is not built yet; {advice}")
+        _check_count("slices", self.slices, minimum=1, or_auto=True)
+        _check_count("bucket_bytes", self.bucket_bytes, minimum=1, or_auto=True)
+        _check_count("check_steps", self.check_steps, minimum=0)
+        if not isinstance(self.strict, bool):
+            raise ConfigError(f"option 'strict' expects a bool, found {self.strict!r}")
+        if not isinstance(self.hardware, str):
+            raise ConfigError(
+                f"option 'hardware' expects a profile name or a path, found {self.hardware!r}"
+            )
+        _check_budget(self.memory_budget)
+        for field in ("costs", "artifact"):
+            if getattr(self, field) is not None:
+                raise ConfigError(f"{field}= is not built yet; leave it at None")
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> Config:
+        """The config for `options=` of torch.compile; unknown keys are a ConfigError."""
+        valid = [field.name for field in dataclasses.fields(cls)]
+        for name in options or {}:
+            if name not in valid:
+                raise unknown_name("option", name, valid, place="for backend 'overlap'")
+        return cls(**dict(options or {}))
+
+
+def _check_count(field: str, value: object, minimum: int, or_auto: bool = False) -> None:
+    if or_auto and value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        auto = " or 'auto'" if or_auto else ""
+        raise ConfigError(f"option {field!r} expects an int >= {minimum}{auto}, found {value!r}")
+
+
+def _check_budget(budget: object) -> None:
+    match budget:
+        case None:
+            return
+        case bool():
+            pass
+        case int() if budget > 0:
+            return
+        case float() if budget >= 1.0:
+            return
+    raise ConfigError(
+        "option 'memory_budget' expects bytes (an int > 0), a ratio (a float >= 1.0) or None, "
+        f"found {budget!r}"
+    )

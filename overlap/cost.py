@@ -1,0 +1,407 @@
+"""Costs of the nodes of an ATen graph, from fake values and a hardware profile.
+
+A cost table decides the order of collectives, so it has to be the same on every rank. Ranks differ
+in their local batch and in how many tokens the router sends where; none of that may show. So a
+size is *nominal*: a symbol's value is a constant of this module, never the symbol's hint.
+
+    NOMINAL_BATCH   a symbol that is dimension 0 of graph inputs, and no other dimension
+    NOMINAL_SIZE    any other symbol that is known before the step runs
+    balanced        a symbol that the data decides (`u0`, rows that a router sends): the splits of
+                    an all-to-all share its rows evenly, so do the pieces of a split
+
+Work becomes time by a roofline: the larger of flops over the reached peak and bytes moved over the
+reached memory bandwidth. Views, scalars and allocation cost nothing. A collective costs a latency
+plus its volume over its link.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from overlap import collectives, graph
+from overlap.collectives import Kind
+from overlap.errors import ConfigError
+from overlap.hardware import Profile
+
+NOMINAL_BATCH = 8
+NOMINAL_SIZE = 512
+
+_aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one node does: floating-point operations, bytes moved, dtype that it computes in."""
+
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    def us(self, profile: Profile) -> float:
+        """Time on one device in microseconds."""
+        compute_us = self.flops / profile.flops_per_us(str(self.dtype).removeprefix("torch."))
+        return max(compute_us, self.num_bytes / profile.memory_bytes_per_us())
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeCost:
+    """What one node costs.
+
+    compute_us: time on the compute queue, or of the host where it reads a device value.
+    collective_us: time on its link, for a start; 0 for everything else.
+    link: name of the link that a start uses; groups of one link share its rate.
+    is_host_read: whether the host blocks here until the device has come this far.
+    result_bytes: bytes of each tensor of the result, in order.
+    """
+
+    compute_us: float = 0.0
+    collective_us: float = 0.0
+    link: str = ""
+    is_host_read: bool = False
+    result_bytes: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Costs of a graph's nodes by name, and the host's time to issue one of them."""
+
+    nodes: Mapping[str, NodeCost]
+    launch_us: float = 0.0
+
+    def of(self, node: fx.Node) -> NodeCost:
+        return self.nodes[node.name]
+
+
+class Sizes:
+    """Nominal values of symbolic sizes: equal on all ranks, whatever their hints are."""
+
+    def __init__(self) -> None:
+        self._values: dict[sympy.Symbol, int] = {}
+        self._cache: dict[sympy.Expr, int] = {}
+
+    def size(self, size: int | torch.SymInt) -> int:
+        """The nominal value of a size; a data-dependent symbol nobody bound gets NOMINAL_SIZE."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        if expr not in self._cache:
+            self._cache[expr] = self._evaluate(expr, size)
+        return self._cache[expr]
+
+    def is_known(self, size: int | torch.SymInt) -> bool:
+        return isinstance(size, int) or not self._unbound(size)
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        return tuple(self.size(size) for size in tensor.shape)
+
+    def num_bytes(self, tensor: torch.Tensor) -> int:
+        count = tensor.element_size()
+        for size in tensor.shape:
+            count *= self.size(size)
+        return count
+
+    def bind(self, size: int | torch.SymInt, value: int) -> None:
+        """Choose the data-dependent symbols of `size`, a sum of them, so that it is `value`."""
+        if isinstance(size, int):
+            return
+        expr, unbound = size.node.expr, self._unbound(size)
+        share = sum(expr.coeff(symbol) for symbol in unbound)
+        if not unbound or share == 0:
+            return
+        known = expr.xreplace({symbol: sympy.Integer(0) for symbol in unbound})
+        rest = value - self._evaluate(known, size)
+        for symbol in unbound:
+            self._values[symbol] = max(0, int(rest // share))
+
+    def _unbound(self, size: torch.SymInt) -> list[sympy.Symbol]:
+        symbols = free_unbacked_symbols(size)
+        return sorted((s for s in symbols if s not in self._values), key=str)
+
+    def _evaluate(self, expr: sympy.Expr, size: torch.SymInt) -> int:
+        values = {
+            s: sympy.Integer(self._value(s, size)) for s in sorted(expr.free_symbols, key=str)
+        }
+        return int(expr.xreplace(values))
+
+    def _value(self, symbol: sympy.Symbol, size: torch.SymInt) -> int:
+        if symbol in self._values:
+            return self._values[symbol]
+        sources = size.node.shape_env.var_to_sources.get(symbol, [])
+        is_batch = bool(sources) and all(getattr(s, "idx", None) == 0 for s in sources)
+        return NOMINAL_BATCH if is_batch else NOMINAL_SIZE
+
+
+def nominal_sizes(gm: fx.GraphModule) -> Sizes:
+    """Nominal sizes for `gm`, its data-dependent symbols bound under balanced routing.
+
+    What an exchange says may bind the rows of an earlier one, as in a backward graph: the graph is
+    read until nothing new is learnt, three times at most.
+    """
+    sizes = Sizes()
+    sharers = [node for node in gm.graph.nodes if _shares_rows(node)]
+    for _ in range(3):
+        for node in sharers:
+            _bind_shares(node, sizes)
+    return sizes
+
+
+def _shares_rows(node: fx.Node) -> bool:
+    if collectives.is_start(node):
+        return collectives.kind_of(node) is Kind.ALL_TO_ALL
+    return graph.is_call(node, _aten.split_with_sizes)
+
+
+def _bind_shares(node: fx.Node, sizes: Sizes) -> None:
+    args = _fake_arguments(node)[0]
+    if graph.is_call(node, _aten.split_with_sizes):
+        dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
+        totals, parts = [args[0].shape[dim]], [args[1]]
+    else:
+        # Balanced routing: a rank receives as many rows as it sends.
+        totals = [args[0].shape[0], graph.fake_value(node).shape[0]]
+        parts = [part for part in args[1:3] if isinstance(part, list | tuple)]
+    known = next((sizes.size(total) for total in totals if sizes.is_known(total)), None)
+    if known is None:
+        return
+    for part in parts:
+        for size in part:
+            sizes.bind(size, known // len(part))
+    for total in totals:
+        sizes.bind(total, known)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call as a cost function sees it: fake arguments, and their nominal shapes.
+
+    args, kwargs: the node's arguments, nodes replaced by their fake values.
+    result: the node's fake value.
+    sizes: nominal sizes; `shape` and `moved_bytes` use them.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    result: Any
+    sizes: Sizes
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Nominal shape of the tensor argument at `index`."""
+        return self.sizes.shape(self.args[index])
+
+    def moved_bytes(self) -> int:
+        """Bytes of every tensor argument and of every tensor of the result, each once."""
+        tensors = {id(t): t for t in _tensors((self.args, dict(self.kwargs), self.result))}
+        return sum(self.sizes.num_bytes(tensor) for tensor in tensors.values())
+
+    def result_bytes(self) -> int:
+        return sum(self.sizes.num_bytes(tensor) for tensor in _tensors(self.result))
+
+    def dtype(self) -> torch.dtype:
+        """The dtype computed in: that of the first tensor argument."""
+        return next((tensor.dtype for tensor in _tensors(self.args)), torch.float32)
+
+
+CostFunction = Callable[[Call], Work]
+_COSTS: dict[Any, CostFunction] = {}
+
+
+def register_cost(op: Any, cost: CostFunction) -> None:
+    """Let `cost` say what a call of `op` (an operator, an overload of one, or a function) does.
+
+    Raises ConfigError if the operator has a cost function already.
+    """
+    if op in _COSTS:
+        raise ConfigError(f"operator {op} has a cost function already")
+    _COSTS[op] = cost
+
+
+def estimate(gm: fx.GraphModule, profile: Profile, group_size: Callable[[str], int]) -> Costs:
+    """Costs of every node of `gm` on `profile`; `group_size` gives a group's ranks by its name.
+
+    Equal for ranks whose graphs differ only in symbol hints. Nodes need fake values.
+    """
+    sizes = nominal_sizes(gm)
+    on_device = any(_is_on_device(node) for node in gm.graph.nodes)
+
+    def cost(node: fx.Node) -> NodeCost:
+        result_bytes = _result_bytes(node, sizes)
+        if collectives.is_start(node):
+            num_ranks = group_size(collectives.group_of(node))
+            return NodeCost(
+                collective_us=_collective_us(node, profile, num_ranks, sizes),
+                link=profile.link_of(num_ranks),
+                result_bytes=result_bytes,
+            )
+        if _is_host_read(node, on_device):
+            return NodeCost(profile.host_read_us, is_host_read=True, result_bytes=result_bytes)
+        return NodeCost(_work(node, sizes).us(profile), result_bytes=result_bytes)
+
+    return Costs({node.name: cost(node) for node in gm.graph.nodes}, profile.launch_us)
+
+
+def from_function(
+    gm: fx.GraphModule, us: Callable[[fx.Node], float], launch_us: float = 0.0
+) -> Costs:
+    """Costs that a plain function gives, in microseconds: of the collective for a start, of the
+    compute for everything else. All groups share one link."""
+    sizes = nominal_sizes(gm)
+
+    def cost(node: fx.Node) -> NodeCost:
+        result_bytes = _result_bytes(node, sizes)
+        if collectives.is_start(node):
+            return NodeCost(collective_us=us(node), link="link", result_bytes=result_bytes)
+        is_read = collectives.is_host_read(node)
+        return NodeCost(us(node), is_host_read=is_read, result_bytes=result_bytes)
+
+    return Costs({node.name: cost(node) for node in gm.graph.nodes}, launch_us)
+
+
+def is_matmul(node: fx.Node) -> bool:
+    """Whether the node is a matrix product, attention or a convolution."""
+    return _packet(node) in flop_registry or _packet(node) in _EXTRA_FLOPS
+
+
+def unit_us(node: fx.Node) -> float:
+    """The unit cost model: 1 for every collective and every matrix product, 0 for the rest."""
+    return float(collectives.is_start(node) or is_matmul(node))
+
+
+def _collective_us(node: fx.Node, profile: Profile, num_ranks: int, sizes: Sizes) -> float:
+    operand_bytes = sizes.num_bytes(collectives.operand_of(node))
+    volume = collectives.kind_of(node).volume(operand_bytes, num_ranks)
+    return profile.latency_us + volume / profile.link_bytes_per_us(num_ranks)
+
+
+def _work(node: fx.Node, sizes: Sizes) -> Work:
+    if node.op != "call_function" or collectives.is_wait(node):
+        return Work()
+    args, kwargs = _fake_arguments(node)
+    call = Call(args, kwargs, graph.fake_value(node), sizes)
+    for op in (node.target, _packet(node)):
+        if op in _COSTS:
+            return _COSTS[op](call)
+    if _packet(node) in _ALLOCATIONS or is_view(node):
+        return Work()
+    if not _tensors(call.result):
+        return Work()
+    return Work(_flops(node, call), call.moved_bytes(), call.dtype())
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result only names memory that an argument owns, and nothing is written."""
+    results = _tensors(graph.fake_value(node))
+    if not results or not isinstance(node.target, torch._ops.OpOverload):
+        return bool(results) and node.op == "call_function" and _is_plain_function(node.target)
+    if node.target._schema.is_mutable:
+        return False
+    owned = {_storage(t) for t in _tensors(_fake_arguments(node))}
+    return all(_storage(result) in owned for result in results)
+
+
+def _is_plain_function(target: Any) -> bool:
+    """Whether `target` is a Python function on values, such as operator.getitem."""
+    return callable(target) and not isinstance(target, torch._ops.OperatorBase)
+
+
+def _flops(node: fx.Node, call: Call) -> float:
+    packet = _packet(node)
+    if packet in _EXTRA_FLOPS:
+        return _EXTRA_FLOPS[packet](call)
+    if packet not in flop_registry:
+        return 0.0
+
+    def nominal(value: Any) -> Any:
+        return torch.Size(call.sizes.shape(value)) if isinstance(value, torch.Tensor) else value
+
+    args, kwargs, result = pytree.tree_map(nominal, (call.args, dict(call.kwargs), call.result))
+    return float(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+def _grouped_mm_flops(call: Call) -> float:
+    """A ragged dimension counts whole: its groups together make one product's worth."""
+    a, b = call.shape(0), call.shape(1)
+    batch = a[0] if len(a) == len(b) == 3 else 1
+    return 2.0 * batch * a[-2] * a[-1] * b[-1]
+
+
+def _attention_flops(call: Call) -> float:
+    (*batch, query, depth), key = call.shape(0), call.shape(1)[-2]
+    return 4.0 * torch.Size(batch).numel() * query * key * depth
+
+
+def _attention_backward_flops(call: Call) -> float:
+    (*batch, query, depth), key = call.shape(1), call.shape(2)[-2]
+    return 10.0 * torch.Size(batch).numel() * query * key * depth
+
+
+_EXTRA_FLOPS: dict[Any, Callable[[Call], float]] = {
+    _aten._grouped_mm: _grouped_mm_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+    _aten.scaled_dot_product_attention: _attention_flops,
+}
+_ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided)
+
+
+def _lookup_work(call: Call) -> Work:
+    """A lookup reads the rows that it returns, not the whole table."""
+    return Work(num_bytes=2.0 * call.result_bytes())
+
+
+for _op in (
+    _aten.embedding,
+    _aten.gather,
+    _aten.index,
+    _aten.index_select,
+    _aten.slice_scatter,
+    _aten.select_scatter,
+    _aten.slice_backward,
+    _aten.select_backward,
+):
+    register_cost(_op, _lookup_work)
+
+
+def _is_host_read(node: fx.Node, on_device: bool) -> bool:
+    if graph.is_call(node, _aten._to_copy):
+        source, result = _fake_arguments(node)[0][0], graph.fake_value(node)
+        is_copy_back = source.device.type != "cpu" and result.device.type == "cpu"
+        return is_copy_back and not node.kwargs.get("non_blocking", False)
+    if not collectives.is_host_read(node):
+        return False
+    # Where the program runs on a device, an item of a host tensor is there already.
+    return not on_device or _fake_arguments(node)[0][0].device.type != "cpu"
+
+
+def _is_on_device(node: fx.Node) -> bool:
+    return any(t.device.type not in ("cpu", "meta") for t in _tensors(graph.fake_value(node)))
+
+
+def _result_bytes(node: fx.Node, sizes: Sizes) -> tuple[int, ...]:
+    if node.op == "output":
+        return ()
+    return tuple(sizes.num_bytes(t) for t in graph.tensors_of(graph.fake_value(node)))
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def _fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return fx.map_arg((node.args, node.kwargs), graph.fake_value)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

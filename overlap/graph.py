@@ -1,0 +1,247 @@
+"""Typed access to an FX graph: phase, tag, fake value, source line. The only module that touches
+`node.meta`.
+
+Two places carry our facts. `gm.meta["overlap_phase"]` says how far the graph has come. A node's
+`Tag` lives in `node.meta["custom"]["overlap"]`, because `custom` is the one key that AOTAutograd
+carries over to the forward and backward graphs it derives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils.checkpoint import CheckpointPolicy
+
+_TAG_KEY = "overlap"
+_PHASE_KEY = "overlap_phase"
+_VALUE_KEYS = ("val", "example_value", "tensor_meta", "unbacked_bindings", "eager_input_vals")
+
+
+class Phase(enum.IntEnum):
+    """How far a graph has come; each phase only adds rules (see `overlap.verify`)."""
+
+    FORWARD = 0
+    JOINT = 1
+    NORMALIZED = 2
+    SCHEDULED = 3
+    LEGAL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """What `overlap` knows about a node beyond what the node itself says.
+
+    slice: index of the slice that the node belongs to, None for un-sliced.
+    region: name of the sliced region, "" outside any.
+    stream: stream by name, "" for the default one.
+    """
+
+    slice: int | None = None
+    region: str = ""
+    stream: str = ""
+
+
+def phase_of(gm: fx.GraphModule) -> Phase:
+    return gm.meta.get(_PHASE_KEY, Phase.FORWARD)
+
+
+def set_phase(gm: fx.GraphModule, phase: Phase) -> None:
+    gm.meta[_PHASE_KEY] = phase
+
+
+def tag_of(node: fx.Node) -> Tag:
+    raw = (node.meta.get("custom") or {}).get(_TAG_KEY)
+    return Tag(**raw) if raw else Tag()
+
+
+def set_tag(node: fx.Node, tag: Tag) -> None:
+    """Stored as a dict of the fields that are set, so that the metadata stays plain data."""
+    default = Tag()
+    raw = {k: v for k, v in dataclasses.asdict(tag).items() if v != getattr(default, k)}
+    custom = {k: v for k, v in (node.meta.get("custom") or {}).items() if k != _TAG_KEY}
+    node.meta["custom"] = custom | ({_TAG_KEY: raw} if raw else {})
+
+
+def fake_value(node: fx.Node) -> Any:
+    """The fake tensor, SymInt or nested structure that the node stands for; None if unknown."""
+    value = node.meta.get("val")
+    return node.meta.get("example_value") if value is None else value
+
+
+def set_fake_value(node: fx.Node, value: Any) -> None:
+    node.meta["val"] = value
+    if isinstance(value, torch.Tensor):
+        node.meta["tensor_meta"] = fx.passes.shape_prop._extract_tensor_metadata(value)
+
+
+def copy_facts(source: fx.Node, target: fx.Node) -> None:
+    """Give `target` what is known about `source` (origin, custom, recompute tags), not its value."""
+    for key, value in source.meta.items():
+        if key not in _VALUE_KEYS:
+            target.meta.setdefault(key, value)
+
+
+def is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward" or node.meta.get(
+        "autograd_backward", False
+    )
+
+
+def recompute_policy(node: fx.Node) -> CheckpointPolicy | None:
+    return node.meta.get("recompute")
+
+
+def set_recompute_policy(node: fx.Node, policy: CheckpointPolicy, region_id: int = 0) -> None:
+    """Tag a node for the partitioner; `region_id` numbers the checkpoint that it came from."""
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = region_id
+
+
+def stack_trace(node: fx.Node) -> str:
+    return node.meta.get("stack_trace") or ""
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line behind a node as `file.py:88`, without folders; "" if unknown."""
+    frames = _FRAME.findall(stack_trace(node))
+    if not frames:
+        return ""
+    file, line = frames[-1]
+    return f"{os.path.basename(file)}:{line}"
+
+
+def module_path(node: fx.Node) -> str:
+    """The innermost module that a node came from, as `layers.0.moe`; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    raw = next(reversed(stack.values()))[0]
+    path = re.sub(r"^L\['self'\]\.?|^L\['\w+'\]\.?", "", raw)
+    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    return path.replace("..", ".").strip(".")
+
+
+def is_module_state(placeholder: fx.Node) -> bool:
+    """Whether a Dynamo placeholder is a parameter or buffer rather than data. Names are unreliable
+    (they follow the user's argument names); the guard source says it."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        grapharg = placeholder.meta.get("grapharg")
+        source = getattr(grapharg, "source", None)
+    return "NNModuleSource" in repr(source)
+
+
+def copy_source(source: fx.Node, target: fx.Node) -> None:
+    """Carry the Dynamo guard source, a node attribute that copies lose, to another placeholder."""
+    if hasattr(source, "_dynamo_source"):
+        target._dynamo_source = source._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
+    if "grapharg" in source.meta:
+        target.meta["grapharg"] = source.meta["grapharg"]
+
+
+def dynamo_source_name(placeholder: fx.Node) -> str:
+    """Name of the Python expression that Dynamo read the input from, such as `L['x']`."""
+    grapharg = placeholder.meta.get("grapharg")
+    source = getattr(grapharg, "source", None)
+    return source.name if source is not None else ""
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside a fake value, in order."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case list() | tuple():
+            for item in value:
+                yield from tensors_of(item)
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def is_call(node: fx.Node, *packets: Any) -> bool:
+    """Whether `node` calls an overload of one of the op packets (or one of the functions)."""
+    if node.op != "call_function":
+        return False
+    return node.target in packets or getattr(node.target, "overloadpacket", None) in packets
+
+
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Put the nodes of `graph` in `order`, which names every node once."""
+    cursor = graph._root
+    for node in order:
+        cursor.append(node)
+        cursor = node
+
+
+def infer_fake_value(node: fx.Node) -> None:
+    """Compute and record the fake value of a new call from those of its operands."""
+    values = fx.node.map_arg((node.args, node.kwargs), fake_value)
+    mode = next((t.fake_mode for t in tensors_of_nested(values) if is_fake(t)), None)
+    args, kwargs = values  # pyright: ignore[reportGeneralTypeIssues]
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        set_fake_value(node, node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+
+
+def tensors_of_nested(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside arguments: lists, tuples and dicts of fake values."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of_nested(item)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def propagate_fake_values(gm: fx.GraphModule) -> None:
+    """Record the fake value of every node by running the graph on the fake values of its inputs.
+
+    Mode switches in the graph take effect, and are undone at the end. Data-dependent sizes get
+    fresh symbols.
+    """
+    inputs = [fake_value(node) for node in placeholders(gm.graph)]
+    mode = next(t.fake_mode for t in inputs if isinstance(t, FakeTensor))
+    shapes = mode.shape_env
+    fresh = shapes.ignore_fresh_unbacked_symbols() if shapes else contextlib.nullcontext()
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), mode, fresh:
+        _FakeRun(gm).run(*inputs)
+
+
+class _FakeRun(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("placeholder", "output"):
+            set_fake_value(n, value)
+        return value
+
+
+def is_common_size(node: fx.Node) -> bool:
+    """Whether the node stands for a size that is computed from sizes of the inputs alone."""
+    value = fake_value(node)
+    if isinstance(value, int):
+        return True
+    return isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)

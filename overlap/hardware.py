@@ -1,0 +1,244 @@
+"""Hardware profiles: what the cost model knows about a machine.
+
+Figures are per device. A `peak` or link rate comes from a data sheet, a `reached` fraction from
+measurement; each profile says which in `sources`. A profile file (TOML or JSON) holds the same
+names as the fields of `Profile`; it may name a built-in one in `base` and give only what differs:
+
+    base = "h100"
+    network_gbps = 46.0
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from overlap.errors import ConfigError, unknown_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """One kind of machine, as the cost model and the simulator see it.
+
+    name: how it is called in options and reports.
+    device: "cpu" or "cuda".
+    peak_tflops: dense peak in TFLOP/s by dtype name (`float32`, `bfloat16`, ...); a dtype that is
+        not named runs at the float32 rate.
+    reached: fraction of the peak that a large matrix product reaches.
+    memory_gbps, memory_reached: memory bandwidth in GB/s, and the fraction that kernels reach.
+    node_gbps, network_gbps: what one device sends to devices of its node and to other nodes, in
+        GB/s per direction.
+    link_reached: fraction of a link's rate that a large collective reaches.
+    gpus_per_node: groups up to this size are taken to lie inside one node.
+    latency_us: time of an empty collective.
+    launch_us: host time to issue one node.
+    host_read_us: time that the host needs to read one device value, on top of the drain.
+    contention: compute beside communication takes 1 + contention times as long; 0 where
+        communication needs no compute units.
+    is_stream: the host runs ahead of the device, whose stream keeps issue order (CUDA); False:
+        the host runs the kernels itself.
+    sources: where each figure comes from, by field name.
+    """
+
+    name: str
+    device: str
+    peak_tflops: Mapping[str, float]
+    reached: float
+    memory_gbps: float
+    memory_reached: float
+    node_gbps: float
+    network_gbps: float
+    link_reached: float
+    gpus_per_node: int
+    latency_us: float
+    launch_us: float
+    host_read_us: float
+    contention: float
+    is_stream: bool
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        if self.device not in ("cpu", "cuda"):
+            raise unknown_name(f"device of profile {self.name!r}", self.device, ("cpu", "cuda"))
+        if "float32" not in self.peak_tflops:
+            raise ConfigError(f"profile {self.name!r} gives no peak_tflops for 'float32'")
+        for field in ("reached", "memory_reached", "link_reached"):
+            self._check(field, low=0.0, high=1.0)
+        for field in ("memory_gbps", "node_gbps", "network_gbps", "gpus_per_node"):
+            self._check(field, low=0.0)
+        for field in ("latency_us", "launch_us", "host_read_us", "contention"):
+            self._check(field, low=-1e-12)
+
+    def _check(self, field: str, low: float, high: float = float("inf")) -> None:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low < value <= high:
+            upper = "" if high == float("inf") else f" and at most {high:g}"
+            raise ConfigError(
+                f"profile {self.name!r}: {field} expects a number above {max(low, 0):g}{upper}, "
+                f"found {value!r}"
+            )
+
+    def flops_per_us(self, dtype_name: str) -> float:
+        """Rate that a large matrix product of this dtype reaches, in FLOP per microsecond."""
+        peak = self.peak_tflops.get(dtype_name, self.peak_tflops["float32"])
+        return peak * 1e6 * self.reached
+
+    def memory_bytes_per_us(self) -> float:
+        return self.memory_gbps * 1e3 * self.memory_reached
+
+    def link_of(self, group_size: int) -> str:
+        """The link that a group of this size uses: "node" or "network"."""
+        return "node" if group_size <= self.gpus_per_node else "network"
+
+    def link_bytes_per_us(self, group_size: int) -> float:
+        gbps = self.node_gbps if self.link_of(group_size) == "node" else self.network_gbps
+        return gbps * 1e3 * self.link_reached
+
+
+_NVIDIA = "NVIDIA data sheet, dense"
+_GEMM = "median of measured BF16 GEMMs with m = 16384, n and k >= 2048"
+_NCCL = "NCCL 2.29 on one node: bus bandwidth of 0.5 GB all-gathers and all-to-alls"
+_SMS = "a model: communication kernels hold 20 SMs while they run"
+_HOST = "a model: one kernel launch, one event and copy back"
+
+# fmt: off
+_CPU = Profile(
+    name="cpu", device="cpu",
+    peak_tflops={"float32": 0.1, "float64": 0.05, "bfloat16": 0.1}, reached=0.7,
+    memory_gbps=8.0, memory_reached=0.75,
+    node_gbps=1.25, network_gbps=1.25, link_reached=0.95, gpus_per_node=1,
+    latency_us=200.0, launch_us=5.0, host_read_us=1.0, contention=0.0, is_stream=False,
+    sources={
+        "peak_tflops": "one AVX-512 core of a server CPU; large fp32 GEMMs reach 60 to 95 GFLOP/s",
+        "memory_gbps": "one core that writes freshly allocated results",
+        "network_gbps": "10 Gbit/s Ethernet; see with_link",
+        "latency_us": "a 4 KiB gloo all-to-all",
+    },
+)
+_H100 = Profile(
+    name="h100", device="cuda",
+    peak_tflops={"float32": 67.0, "bfloat16": 989.0, "float16": 989.0, "float8_e4m3fn": 1979.0},
+    reached=0.79, memory_gbps=3350.0, memory_reached=0.8,
+    node_gbps=450.0, network_gbps=50.0, link_reached=0.72, gpus_per_node=8,
+    latency_us=13.0, launch_us=5.0, host_read_us=10.0, contention=0.18, is_stream=True,
+    sources={
+        "peak_tflops": _NVIDIA, "reached": _GEMM, "memory_reached": "rule of thumb",
+        "link_reached": _NCCL, "latency_us": "two-term fit of NCCL 2.29, all-to-all on 8 GPUs",
+        "contention": _SMS, "launch_us": _HOST, "host_read_us": _HOST,
+    },
+)
+# fmt: on
+
+
+def _like_h100(name: str, **changes: Any) -> Profile:
+    return dataclasses.replace(_H100, name=name, **changes)
+
+
+_BUILT_IN = {
+    profile.name: profile
+    for profile in (
+        _CPU,
+        _like_h100(
+            "a100",
+            peak_tflops={"float32": 19.5, "bfloat16": 312.0, "float16": 312.0},
+            memory_gbps=2000.0,
+            node_gbps=300.0,
+            network_gbps=25.0,
+            sources=dict(_H100.sources) | {"reached": "assumed as on H100"},
+        ),
+        _H100,
+        _like_h100("h200", reached=0.78, memory_gbps=4800.0),
+        _like_h100(
+            "b200",
+            peak_tflops={
+                "float32": 75.0,
+                "bfloat16": 2250.0,
+                "float16": 2250.0,
+                "float8_e4m3fn": 4500.0,
+            },
+            reached=0.67,
+            memory_gbps=7700.0,
+            node_gbps=900.0,
+            link_reached=0.65,
+            latency_us=19.0,
+            contention=0.16,
+        ),
+        _like_h100(
+            "gb200",
+            peak_tflops={
+                "float32": 80.0,
+                "bfloat16": 2500.0,
+                "float16": 2500.0,
+                "float8_e4m3fn": 5000.0,
+            },
+            reached=0.66,
+            memory_gbps=8000.0,
+            node_gbps=900.0,
+            network_gbps=100.0,
+            link_reached=0.58,
+            gpus_per_node=72,
+            latency_us=19.0,
+            contention=0.16,
+        ),
+    )
+}
+
+
+def names() -> tuple[str, ...]:
+    """Names of the built-in profiles."""
+    return tuple(_BUILT_IN)
+
+
+def load(name_or_path: str) -> Profile:
+    """The built-in profile of that name, or the one in a .toml or .json file.
+
+    Raises ConfigError for an unknown name, an unreadable file, or a field that is unknown, missing
+    or out of range.
+    """
+    if name_or_path in _BUILT_IN:
+        return _BUILT_IN[name_or_path]
+    path = Path(name_or_path)
+    if path.suffix not in (".toml", ".json"):
+        raise unknown_name("hardware profile", name_or_path, _BUILT_IN)
+    return _from_fields(_read(path), default_name=path.stem)
+
+
+def with_link(profile: Profile, mbit: float) -> Profile:
+    """`profile` with every link at `mbit` megabits per second, all of it usable.
+
+    Raises ConfigError unless `mbit` is above 0.
+    """
+    gbps = mbit / 8e3
+    changes = {"node_gbps": gbps, "network_gbps": gbps, "link_reached": 1.0}
+    name = f"{profile.name}+{mbit:g}mbit"
+    return dataclasses.replace(profile, name=name, **changes)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"hardware profile {str(path)!r} cannot be read: {error}") from error
+
+
+def _from_fields(fields: dict[str, Any], default_name: str) -> Profile:
+    valid = [field.name for field in dataclasses.fields(Profile)]
+    fields = {"name": default_name} | fields
+    base = fields.pop("base", None)
+    for field in fields:
+        if field not in valid:
+            raise unknown_name("field of a hardware profile", field, [*valid, "base"])
+    if base is not None:
+        return dataclasses.replace(load(base), **fields)
+    missing = [field for field in valid if field not in fields and field != "sources"]
+    if missing:
+        raise ConfigError(
+            f"hardware profile {default_name!r} does not say {', '.join(missing)}; add them, or "
+            "name a built-in profile as base"
+        )
+    return Profile(**fields)

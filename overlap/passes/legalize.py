@@ -1,0 +1,58 @@
+"""legalize: what the executor needs to keep the schedule's order and its buffers apart.
+
+    before   s0, s1 = split(x);  a = all_reduce_(s0);  b = all_reduce_(s1)
+    after    c0 = clone(s0);  c1 = clone(s1);  a = all_reduce_(c0);  b = all_reduce_(c1)
+
+Why it is correct: torch finds the work to wait for by the storage of the result, and a wait
+completes every work on that storage. A collective that writes in place into a storage that another
+one shares gets a copy of its own. The order itself needs nothing here: eager kernels run in graph
+order.
+
+Cost: one copy for each operand that shares its storage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from overlap import collectives, graph
+from overlap.graph import Phase
+from overlap.pipeline import Context, Effect
+
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Legalize:
+    name: str = "legalize"
+    effect: Effect = Effect.REWRITE
+    requires: Phase = Phase.SCHEDULED
+    ensures: Phase = Phase.LEGAL
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> None:
+        by_storage: dict[int, list[fx.Node]] = {}
+        for node in gm.graph.nodes:
+            if collectives.is_start(node) and _writes_operand(node):
+                key = collectives.operand_of(node).untyped_storage()._cdata
+                by_storage.setdefault(key, []).append(node)
+        for starts in by_storage.values():
+            if len(starts) > 1:
+                for start in starts:
+                    _give_own_storage(start)
+
+
+def _writes_operand(start: fx.Node) -> bool:
+    return isinstance(start.target, torch._ops.OpOverload) and start.target._schema.is_mutable
+
+
+def _give_own_storage(start: fx.Node) -> None:
+    operand = start.args[0]
+    assert isinstance(operand, fx.Node)
+    with start.graph.inserting_before(start):
+        copy = start.graph.call_function(aten.clone.default, (operand,))
+    graph.copy_facts(start, copy)
+    graph.infer_fake_value(copy)
+    start.replace_input_with(operand, copy)

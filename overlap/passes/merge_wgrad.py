@@ -1,0 +1,135 @@
+"""merge_wgrad: the partial weight gradients of the slices become one product over joined rows.
+
+    before   w0 = mm(t(g0), x0);  w1 = mm(t(g1), x1);  dw = add(w0, w1)
+    after    dw = mm(t(cat([g0, g1])), cat([x0, x1]))
+
+Why it is correct: a sum over rows of all slices is the sum of the slices' sums; the row order of a
+contraction changes rounding only. Casts and views between product and sum are the same for every
+slice and linear, so they move behind the one product.
+
+Cost: a copy of the rows, and the inputs of every slice stay alive until the last one is there. It
+saves a full-size addition per slice and weight, and a rounding per slice in low precision.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from overlap import graph
+from overlap.graph import Phase
+from overlap.passes.normalize import is_sum_root, pieces_of, sum_leaves
+from overlap.pipeline import Context, Effect
+
+aten = torch.ops.aten
+_LINEAR = (aten.t, aten.transpose, aten.permute, aten._to_copy, aten.view, aten.unsqueeze)
+
+
+@dataclasses.dataclass(frozen=True)
+class MergeWgrad:
+    name: str = "merge_wgrad"
+    effect: Effect = Effect.REWRITE
+    requires: Phase = Phase.NORMALIZED
+    ensures: Phase = Phase.NORMALIZED
+
+    def run(self, gm: fx.GraphModule, ctx: Context) -> None:
+        order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        sums = [_plan(node, order) for node in gm.graph.nodes if is_sum_root(node)]
+        for merge in filter(None, sums):
+            _apply(merge)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merge:
+    """One weight gradient: the sum, its products, and what stands between a product and the sum."""
+
+    root: fx.Node
+    products: tuple[fx.Node, ...]
+    between: tuple[fx.Node, ...]
+    rest: tuple[fx.Node, ...]
+
+
+def _plan(root: fx.Node, order: dict[fx.Node, int]) -> _Merge | None:
+    """Terms that are products of two slices or more; other terms stay additions."""
+    if not graph.is_backward(root):
+        return None
+    chains = [(leaf, _chain(leaf)) for leaf in sum_leaves(root)]
+    groups: dict[Any, list[tuple[fx.Node, list[fx.Node]]]] = {}
+    for leaf, chain in chains:
+        if chain is not None:
+            groups.setdefault(_signature(chain), []).append((leaf, chain))
+    mergeable = [group for group in groups.values() if len(group) > 1]
+    if len(mergeable) != 1:
+        return None
+    (group,) = mergeable
+    merged = [leaf for leaf, _ in group]
+    rest = tuple(leaf for leaf, _ in chains if leaf not in merged)
+    products = tuple(sorted((chain[-1] for _, chain in group), key=lambda node: order[node]))
+    return _Merge(root, products, tuple(reversed(group[0][1][:-1])), rest)
+
+
+def _chain(leaf: fx.Node) -> list[fx.Node] | None:
+    """From a term down to its product, through linear operators that nobody else reads."""
+    chain = [leaf]
+    while True:
+        node = chain[-1]
+        if len(node.users) != 1:
+            return None
+        if node.target is aten.mm.default:
+            return chain
+        if not graph.is_call(node, *_LINEAR):
+            return None
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        chain.append(source)
+
+
+def _signature(chain: Sequence[fx.Node]) -> Any:
+    """Equal for terms whose products may share one: same operators, same shapes, same dtypes."""
+    product = graph.fake_value(chain[-1])
+    operators = tuple((node.target, repr(node.args[1:]), repr(node.kwargs)) for node in chain[:-1])
+    return operators, tuple(map(str, product.shape)), product.dtype
+
+
+def _apply(merge: _Merge) -> None:
+    root = merge.root
+    with root.graph.inserting_before(root):
+        left = _joined([p.args[0] for p in merge.products], dim=1, like=root)  # pyright: ignore
+        right = _joined([p.args[1] for p in merge.products], dim=0, like=root)  # pyright: ignore
+        value = _call(root, aten.mm.default, (left, right))
+        for node in merge.between:
+            value = _call(root, node.target, (value, *node.args[1:]), node.kwargs)
+        for term in merge.rest:
+            value = _call(root, aten.add.Tensor, (value, term))
+    root.replace_all_uses_with(value)
+
+
+def _joined(pieces: Sequence[fx.Node], dim: int, like: fx.Node) -> fx.Node:
+    """The pieces side by side. Transposed ones are joined before the transpose, so that the copy
+    runs along memory."""
+    if all(_is_transpose(piece) for piece in pieces):
+        inner = _joined([piece.args[0] for piece in pieces], 1 - dim, like)  # pyright: ignore
+        return _call(like, aten.t.default, (inner,))
+    whole = pieces_of(pieces, dim)
+    return whole if whole is not None else _call(like, aten.cat.default, (list(pieces), dim))
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == [1, 0]  # pyright: ignore
+    if node.target is aten.transpose.int:
+        return sorted(d % 2 for d in node.args[1:3]) == [0, 1]  # pyright: ignore
+    return node.target is aten.t.default
+
+
+def _call(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
+    """A new call in the place of `like`, with its fake value computed."""
+    node = like.graph.call_function(target, args, dict(kwargs or {}))
+    graph.copy_facts(like, node)
+    graph.set_tag(node, graph.Tag())
+    graph.infer_fake_value(node)
+    return node

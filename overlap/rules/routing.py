@@ -1,0 +1,120 @@
+"""Collectives: the routed exchange, proven by equal forms.
+
+An all-to-all may be sliced only when its rows are grouped by a key of the row itself and its splits
+are that key's counts. Then the counts of the slices add up to the whole's, every rank gets the same
+rows, in another order, and the combine brings each slice's rows back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from overlap import collectives
+from overlap import placement as pl
+from overlap.placement import Counts, Decision, Form, Op, Scalar, Split
+
+_c10d = torch.ops._c10d_functional
+_ADVICE = (
+    "rows must be sorted by expert id and split by the counts of those ids; "
+    "otherwise leave this exchange un-sliced with slices=1"
+)
+
+
+@pl.register_rule(_c10d.wait_tensor)
+def wait(op: Op) -> Decision:
+    return Decision(op.place(op["tensor"]))
+
+
+@pl.register_rule(_c10d.all_to_all_single)
+def all_to_all(op: Op) -> Decision:
+    outs, ins = op["output_split_sizes"], op["input_split_sizes"]
+    match op.place(op["input"]):
+        case Counts(form):
+            return Decision(Counts(_exchanged_counts(op, form, outs, ins)))
+        case Split(0, pl.Sorted() as rows):
+            return Decision(Split(0, _dispatched(op, rows, outs, ins)))
+        case Split(0, pl.Received() as rows):
+            return Decision(Split(0, _combined(op, rows, outs, ins)))
+        case Split(0, pl.Base()):
+            raise op.refuse("sends rows by their position, so each slice's go elsewhere", _ADVICE)
+        case _:
+            raise op.refuse("has no rule for this operand", _ADVICE)
+
+
+def _exchanged_counts(op: Op, form: Form, outs: Sequence[Any], ins: Sequence[Any]) -> Form:
+    """Counts of all ids, sent in equal blocks: rank r receives block r of every source."""
+    num_ids = form.matrix.shape[-1]
+    if not form.is_identity or not form.base.startswith("hist:"):
+        raise op.refuse("exchanges sums of counts", "exchange the counts of all experts")
+    if len(set(outs)) > 1 or list(outs) != list(ins) or num_ids % max(len(ins), 1):
+        raise op.refuse("exchanges counts in unequal blocks", _ADVICE)
+    base = f"recv:{op.node.name}:{form.base}:{collectives.group_of(op.node)}:{len(ins)}"
+    return Form(np.eye(num_ids, dtype=np.int64).reshape(form.matrix.shape), base)
+
+
+def _scalar_forms(op: Op, sizes: Sequence[Any]) -> tuple[Form, ...]:
+    forms: list[Form] = []
+    for size in sizes:
+        place = op.place(size)
+        if not isinstance(place, Scalar):
+            raise op.refuse("splits its rows by numbers that are no counts of their key", _ADVICE)
+        forms.append(place.form)
+    return tuple(forms)
+
+
+def _dispatched(op: Op, rows: pl.Sorted, outs: Sequence[Any], ins: Sequence[Any]) -> pl.Received:
+    sent, received = _scalar_forms(op, ins), _scalar_forms(op, outs)
+    num_ranks, num_ids = len(sent), sent[0].matrix.shape[-1]
+    if sent[0].base != f"hist:{rows.key}":
+        raise op.refuse("splits its rows by the counts of another key", _ADVICE)
+    prefix, _, tail = received[0].base.partition(f":hist:{rows.key}:")
+    expected_tail = f"{collectives.group_of(op.node)}:{num_ranks}"
+    if not prefix.startswith("recv:") or tail != expected_tail:
+        raise op.refuse("receives by counts that were exchanged for another key or group", _ADVICE)
+    per_rank = num_ids // num_ranks
+    blocks = np.kron(np.eye(num_ranks, dtype=np.int64), np.ones(per_rank, dtype=np.int64))
+    for forms in (sent, received):
+        if any(not np.array_equal(f.matrix, blocks[r]) for r, f in enumerate(forms)):
+            raise op.refuse("splits its rows by sums over the wrong experts", _ADVICE)
+    units = np.eye(num_ids, dtype=np.int64)
+    segments = tuple(
+        pl.Segment(Form(units[r * per_rank + e], received[0].base), (r, e))
+        for r in range(num_ranks)
+        for e in range(per_rank)
+    )
+    return pl.Received(op.node.name, segments, rows)
+
+
+def _combined(op: Op, rows: pl.Received, outs: Sequence[Any], ins: Sequence[Any]) -> pl.Sorted:
+    """The way back: received rows in the order they came in, splits swapped."""
+    if [s.label for s in rows.segments] != sorted(s.label for s in rows.segments):
+        raise op.refuse("sends rows back in another order than they came in", _ADVICE)
+    sent = _scalar_forms(op, ins)
+    ranks = sorted({s.label[0] for s in rows.segments})
+    by_rank = [pl.total([s.length for s in rows.segments if s.label[0] == r]) for r in ranks]
+    if list(sent) != by_rank:
+        raise op.refuse("sends back other row counts than were received", _ADVICE)
+    back = _scalar_forms(op, outs)
+    num_ids = back[0].matrix.shape[-1]
+    blocks = np.kron(
+        np.eye(len(ranks), dtype=np.int64), np.ones(num_ids // len(ranks), dtype=np.int64)
+    )
+    if back[0].base != f"hist:{rows.back.key}" or any(
+        not np.array_equal(f.matrix, blocks[r]) for r, f in enumerate(back)
+    ):
+        raise op.refuse("receives other row counts than were sent", _ADVICE)
+    recv_group = rows.segments[0].length.base.split(":")[-2]
+    if recv_group != collectives.group_of(op.node):
+        raise op.refuse("sends rows back over another group than they came over", _ADVICE)
+    return rows.back
+
+
+@pl.register_rule(
+    _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor, _c10d.all_reduce, _c10d.broadcast
+)
+def other_collective(op: Op) -> Decision:
+    raise op.refuse("exchanges rows of the batch", "only a routed all-to-all can be sliced")
