@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -36,7 +36,11 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 INTERFACES = ("veth0", "veth1")
 PREFIX = "overlap-"
 MASTER_PORT = 29501  # free: the namespaces are new
-RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+RANK_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # the namespaces have no host names, which c10d warns of
+}
 
 
 class LinkUnavailable(OverlapError):
@@ -102,7 +106,7 @@ class ShapedLink:
 
 
 @contextlib.contextmanager
-def shaped_link(bandwidth_mbit: float) -> Iterator[ShapedLink]:
+def shaped_link(bandwidth_mbit: float) -> Generator[ShapedLink]:
     """Make the link, give it, take it down. Raises LinkUnavailable, with the reason."""
     if reason := why_unavailable():
         raise LinkUnavailable(f"no shaped link: {reason}")
@@ -146,7 +150,7 @@ def _remove_left_behind() -> None:
 
 
 @contextlib.contextmanager
-def _terminate_as_exit() -> Iterator[None]:
+def _terminate_as_exit() -> Generator[None]:
     """Let SIGTERM unwind the stack, so that the link is taken down."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -163,19 +167,16 @@ def _terminate_as_exit() -> Iterator[None]:
 
 
 def _wait_for(ranks: list[subprocess.Popen[bytes]]) -> None:
-    while any(process.poll() is None for process in ranks):
-        _check(ranks)
+    codes: list[int | None] = [None] * len(ranks)
+    while None in codes:
         time.sleep(0.05)
-    _check(ranks)
-
-
-def _check(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for rank, process in enumerate(ranks):
-        if process.returncode:
-            raise RankError(
-                f"rank {rank} of the shaped link {_how(process.returncode)}; "
-                "what it wrote to standard error is above"
-            )
+        codes = [process.poll() for process in ranks]
+        for rank, code in enumerate(codes):
+            if code:
+                raise RankError(
+                    f"rank {rank} of the shaped link {_how(code)}; "
+                    "what it wrote to standard error is above"
+                )
 
 
 def _how(code: int) -> str:

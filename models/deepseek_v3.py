@@ -19,8 +19,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.llama import SwiGLU, init_parameters, linear, rms_norm, rotary_table, rotate
+from models import text
+from models.llama import (
+    LossModel,
+    SwiGLU,
+    init_parameters,
+    linear,
+    rms_norm,
+    rotary_table,
+    rotate,
+)
 from models.moe import MoE, MoEConfig
+from overlap.target import MeshSpec, Step, choose
 
 
 @dataclass(frozen=True)
@@ -213,6 +223,25 @@ class DeepSeekV3(nn.Module):
         """Balance the experts of all layers after a step; see `MoE.update_bias`."""
         for moe in self.moe_layers():
             moe.update_bias(group, speed)
+
+
+CONFIGS = {
+    "toy": DeepSeekV3Config.toy,
+    "debug": DeepSeekV3Config.debug,
+}
+
+
+def train_step(config: str | None, mesh: MeshSpec) -> Step:
+    """The target `models.deepseek_v3:train_step`: experts are spread along axis `ep`, and balanced
+    after every step of the optimizer."""
+    sizes = choose(config, CONFIGS, default="debug")
+    group = mesh.with_axis("ep", divides=sizes.moe.num_experts).group("ep")
+    model = LossModel(DeepSeekV3(sizes, group))
+    tokens_BS, labels_BS = next(text.batches("train", batch=8, seq=sizes.max_seq))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    everyone = dist.group.WORLD if mesh.num_ranks > 1 else None
+    optimizer.register_step_post_hook(lambda *_: model.model.update_expert_bias(everyone))
+    return Step(model, None, (tokens_BS, labels_BS), optimizer)
 
 
 def feed_forward(

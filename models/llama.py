@@ -19,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import text
+from overlap.target import MeshSpec, Step, choose
+
 NORM_EPS = 1e-6
 INIT_STD = 0.02
 IGNORE_INDEX = -100
@@ -184,6 +187,21 @@ class LossModel(nn.Module):
         """Mean cross-entropy in nats over the labels that are not IGNORE_INDEX; fp32, no dims."""
         logits_TV = self.model(tokens_BS).flatten(0, 1)
         return F.cross_entropy(logits_TV.float(), labels_BS.flatten(), ignore_index=IGNORE_INDEX)
+
+
+CONFIGS = {
+    "toy": LlamaConfig.toy,
+    "debug": LlamaConfig.debug,
+}
+
+
+def train_step(config: str | None, mesh: MeshSpec) -> Step:
+    """The target `models.llama:train_step`; one rank's replica, which communicates nothing."""
+    sizes = choose(config, CONFIGS, default="debug")
+    model = LossModel(Llama(sizes))
+    tokens_BS, labels_BS = next(text.batches("train", batch=8, seq=sizes.max_seq))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return Step(model, None, (tokens_BS, labels_BS), optimizer)
 
 
 @torch.no_grad()

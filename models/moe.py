@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.llama import SwiGLU, init_parameters, rms_norm
+from overlap.target import MeshSpec, Step, choose
 
 Scoring = Literal["sigmoid", "softmax"]
 ExpertCompute = Literal["loop", "grouped"]
@@ -316,3 +317,20 @@ class MoEBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(self.norm(x))
+
+
+BLOCK_DIM = 256
+CONFIGS = {
+    "toy": lambda: MoEConfig(hidden_dim=16, num_experts=4, top_k=2),
+    "debug": lambda: MoEConfig(hidden_dim=512, num_experts=8, top_k=2, num_shared=1),
+}
+
+
+def train_step(config: str | None, mesh: MeshSpec) -> Step:
+    """The target `models.moe:train_step`: one block that learns to reproduce its input."""
+    sizes = choose(config, CONFIGS, default="debug")
+    group = mesh.with_axis("ep", divides=sizes.num_experts).group("ep")
+    block = MoEBlock(BLOCK_DIM, sizes, group)
+    x_BSD = torch.randn(8, 128, BLOCK_DIM, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(block.parameters(), lr=1e-3)
+    return Step(block, F.mse_loss, (x_BSD, x_BSD.clone()), optimizer)

@@ -12,11 +12,12 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
-from overlap import collectives, cost, printing
+from overlap import collectives, cost, graph, printing
 from overlap.config import Config
 from overlap.hardware import Profile
 from overlap.passes.schedule import Scheduled
 from overlap.pipeline import Remark
+from overlap.simulate import Timeline
 
 LOG = logging.getLogger("overlap")
 
@@ -28,19 +29,42 @@ _LEAST_GAIN = 1.03
 
 
 @dataclasses.dataclass(frozen=True)
+class CompiledCollective:
+    """One collective of a graph that runs: its start's name in the dump, what it does, its group,
+    the module that it came from ("" if unknown) and the slice that it belongs to, if any."""
+
+    name: str
+    kind: str
+    group: str
+    module: str
+    slice: int | None
+
+    @classmethod
+    def of(cls, start: fx.Node) -> CompiledCollective:
+        kind, group = collectives.kind_of(start).value, collectives.group_of(start)
+        return cls(start.name, kind, group, graph.module_path(start), graph.tag_of(start).slice)
+
+
+@dataclasses.dataclass(frozen=True)
 class CompiledGraph:
     """One graph that runs.
 
     kind: "forward", "backward" or "inference".
     dump: its text after all passes.
-    modules: module path by node name, for its collectives.
+    collectives: in the order of their starts.
     scheduled: program, machine and schedule; None where no schedule ran.
     """
 
     kind: str
+    gm: fx.GraphModule
     dump: str
-    modules: dict[str, str]
+    collectives: tuple[CompiledCollective, ...]
     scheduled: Scheduled | None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The graph played in its final order, None where no schedule ran."""
+        return self.scheduled.schedule.after if self.scheduled else None
 
 
 @dataclasses.dataclass
@@ -76,14 +100,9 @@ class Compilation:
         return record
 
     def add_graph(self, kind: str, gm: fx.GraphModule, scheduled: Scheduled | None) -> None:
-        from overlap import graph
-
-        modules = {
-            node.name: graph.module_path(node)
-            for node in gm.graph.nodes
-            if collectives.is_start(node)
-        }
-        self.graphs.append(CompiledGraph(kind, printing.dump(gm), modules, scheduled))
+        starts = filter(collectives.is_start, gm.graph.nodes)
+        found = tuple(CompiledCollective.of(start) for start in starts)
+        self.graphs.append(CompiledGraph(kind, gm, printing.dump(gm), found, scheduled))
 
     def is_for(self, parameters: set[int]) -> bool:
         return any(id(ref()) in parameters for ref in self.parameters if ref() is not None)

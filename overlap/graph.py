@@ -185,6 +185,23 @@ def is_call(node: fx.Node, *packets: Any) -> bool:
     return node.target in packets or getattr(node.target, "overloadpacket", None) in packets
 
 
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Whether a call advances a random-number generator. Attention and dropout are marked as if
+    they did, and do not where the probability is 0 or they are not training."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    defaults = {a.name: a.default_value for a in target._schema.arguments}
+    for name, idle in (("dropout_p", 0.0), ("p", 0.0), ("train", False)):
+        if name in names and given.get(name, defaults[name]) == idle:
+            return False
+    return True
+
+
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     """Put the nodes of `graph` in `order`, which names every node once."""
     cursor = graph._root

@@ -36,6 +36,7 @@ from overlap.graph import Phase
 
 MAX_DIFF_LINES = 20
 RemarkKind = Literal["refused", "skipped", "note"]
+_OF_EVERY_PASS = ("name", "effect", "requires", "ensures")
 _Fact = TypeVar("_Fact")
 
 
@@ -185,7 +186,7 @@ def print_pipeline(passes: Sequence[Pass]) -> str:
 def print_pass(step: Pass) -> str:
     options = ",".join(
         f"{field.name}={getattr(step, field.name)!r}"
-        for field in dataclasses.fields(_as_dataclass(step))
+        for field in _options(step)
         if getattr(step, field.name) != field.default
     )
     return f"{step.name}{{{options}}}" if options else step.name
@@ -221,17 +222,16 @@ def _make_pass(make: Callable[..., Pass], name: str, options: str) -> Pass:
         is_plain, values = False, {}
     if not is_plain:
         raise ConfigError(f"pass {name!r} expects option=value,..., found {options!r}")
-    valid = [field.name for field in dataclasses.fields(_as_dataclass(make))]
+    valid = [field.name for field in _options(make)]
     for option in values:
         if option not in valid:
             raise unknown_name("option", option, valid, place=f"of pass {name!r}")
     return make(**values)
 
 
-def _as_dataclass(step: object) -> Any:
-    if not dataclasses.is_dataclass(step):
-        raise ConfigError(f"a pass is a frozen dataclass, found {step!r}")
-    return step
+def _options(step: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a pass that are options rather than what every pass has."""
+    return [field for field in dataclasses.fields(step) if field.name not in _OF_EVERY_PASS]
 
 
 def _pass_limit() -> float:

@@ -23,13 +23,14 @@ back are then equalities between integer matrices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from overlap import graph
 from overlap.errors import ConfigError
@@ -165,7 +166,7 @@ class Ids:
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """Along the last dim, 1 where the column is the row's id and 0 elsewhere."""
+    """Summed over all dims but the last, it counts how often each id occurs."""
 
     ids: Ids
 
@@ -315,6 +316,7 @@ class Decision:
     first_slice: emit the node a single time, on the first slice's operands, whose values it does
         not read (a size that every slice shares, a fill of a whole size).
     reassociates: the sum that slicing reassociates, for the report; "" for none.
+    note: how else the sliced program differs, told to the user; "" for nothing.
     drop: leave the node out of the sliced program.
     """
 
@@ -324,6 +326,7 @@ class Decision:
     once: bool = False
     first_slice: bool = False
     reassociates: str = ""
+    note: str = ""
     drop: bool = False
 
 
@@ -344,12 +347,14 @@ class Op:
     arguments: by schema name, defaults filled in.
     placements: of every node before this one.
     batch: the batch size B as an expression.
+    seen: operands whose placement a rule asked for; a sliced one that it did not ask for is refused.
     """
 
     node: fx.Node
     arguments: Mapping[str, Any]
     placements: Mapping[fx.Node, Placement]
     batch: sympy.Expr
+    seen: set[fx.Node] = dataclasses.field(default_factory=set[fx.Node], compare=False)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -359,7 +364,10 @@ class Op:
 
     def place(self, operand: Any) -> Placement:
         """Placement of an argument; a literal is whole."""
-        return self.placements[operand] if isinstance(operand, fx.Node) else WHOLE
+        if not isinstance(operand, fx.Node):
+            return WHOLE
+        self.seen.add(operand)
+        return self.placements[operand]
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -373,7 +381,13 @@ class Op:
     def name(self) -> str:
         return operator_name(self.node)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the result, a tensor."""
+        return graph.fake_value(self.node).dtype
+
     def refuse(self, reason: str, advice: str = "") -> Refusal:
+        """The refusal of this operator; `reason` continues a sentence that starts with its name."""
         return Refusal(f"{self.name} {reason}", advice)
 
 
@@ -407,6 +421,99 @@ def registered_rules() -> Mapping[Any, Rule]:
     return dict(_RULES)
 
 
+# --- what a placement says about the value itself -------------------------------------------------
+
+MAX_COUNT = 2**24
+"""Rows of one slice that counts are trusted for; a dtype that holds no such number is refused."""
+
+
+def holds(dtype: torch.dtype, largest: int) -> bool:
+    """Whether a dtype holds every integer from 0 to `largest` exactly."""
+    if dtype.is_complex:
+        return False
+    if dtype.is_floating_point:
+        return largest <= 2 / torch.finfo(dtype).eps
+    return largest <= (1 if dtype is torch.bool else torch.iinfo(dtype).max)
+
+
+def holds_sums(dtype: torch.dtype) -> bool:
+    """Whether partial sums in a dtype may be added later: fp32 or better, or wide integers."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.finfo(dtype).bits >= 32
+    return dtype in (torch.int32, torch.int64)
+
+
+def contradiction(
+    placement: Placement, value: Any, batch: sympy.Expr, symbols: Container[sympy.Symbol]
+) -> str:
+    """Why a result with the fake value `value` cannot have `placement`; "" where it can.
+
+    symbols: those that stand for a size of an input, so that other sizes can be computed from them.
+    """
+    if isinstance(placement, Whole | Scalar | Local | Many):
+        return ""
+    if not isinstance(value, torch.Tensor):
+        return "has no rule for a result that is not a tensor"
+    match placement:
+        case Split(dim, Base(per_batch_row) | Sorted(_, _, per_batch_row)):
+            rows = per_batch_row * batch
+            if not 0 <= dim < value.dim() or not same(expression(value.shape[dim]), rows):
+                return f"has the shape {list(value.shape)}, expected {rows} rows along dim {dim}"
+            if not is_computable(per_batch_row, symbols):
+                return f"has {per_batch_row} rows for each batch row, which no input's sizes give"
+        case Partial() if not holds_sums(value.dtype):
+            return f"sums rows in {value.dtype}, expected fp32 or better for sums over slices"
+        case Counts(form):
+            if form.matrix.shape[:-1] != tuple(value.shape):
+                return f"has the shape {list(value.shape)}, expected {form.matrix.shape[:-1]} counts"
+            if not holds(value.dtype, MAX_COUNT):
+                return f"counts rows in {value.dtype}, which is not exact"
+        case _:
+            pass
+    return ""
+
+
+def is_computable(expr: sympy.Expr, symbols: Container[sympy.Symbol]) -> bool:
+    """Whether a size can be written with the operators of Python from the sizes of the inputs."""
+    if isinstance(expr, sympy.Integer):
+        return True
+    if isinstance(expr, sympy.Symbol):
+        return expr in symbols
+    if isinstance(expr, sympy.Pow):
+        return bool(expr.exp.is_Integer and expr.exp > 0) and is_computable(expr.base, symbols)
+    if isinstance(expr, sympy.Mul | sympy.Add | FloorDiv):
+        return all(is_computable(arg, symbols) for arg in expr.args)  # pyright: ignore
+    return False
+
+
+def fill_of(node: fx.Node) -> float | None:
+    """The constant that a creation operator fills with; None where it is none."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in _ZEROS:
+        value: Any = 0.0
+    elif packet in _ONES:
+        value = 1.0
+    elif packet in _FULLS:
+        arguments = schema_arguments(node)
+        value = arguments.get("fill_value", arguments.get("value"))
+    else:
+        return None
+    result = graph.fake_value(node)
+    if not isinstance(value, bool | int | float) or not isinstance(result, torch.Tensor):
+        return None
+    return kept_by(result.dtype, float(value))
+
+
+def kept_by(dtype: torch.dtype, value: float) -> float | None:
+    """`value` if a cast to `dtype` keeps it."""
+    return value if complex(torch.tensor(value).to(dtype).item()) == value else None
+
+
+aten = torch.ops.aten
+_ZEROS = (aten.zeros, aten.new_zeros, aten.zeros_like, aten.zero)
+_ONES = (aten.ones, aten.new_ones, aten.ones_like)
+_FULLS = (aten.full, aten.new_full, aten.full_like, aten.fill)
+
 # --- shapes as expressions ------------------------------------------------------------------------
 
 
@@ -439,11 +546,17 @@ def quotient(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
 
 
 def operator_name(node: fx.Node) -> str:
-    target = node.target
-    packet = getattr(target, "overloadpacket", None)
-    if packet is None:
-        return getattr(target, "__name__", str(target))
-    return str(packet).replace("torch.ops.", "")
+    """The operator behind a call as users know it, such as `aten.linear`."""
+    return name_of(getattr(node.target, "overloadpacket", node.target))
+
+
+def name_of(operator: Any) -> str:
+    """The name of an OpOverloadPacket or function, such as `aten.linear` or `operator.add`."""
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return str(operator)
+    name = getattr(operator, "__name__", str(operator))
+    module = getattr(operator, "__module__", "").lstrip("_")
+    return f"operator.{name}" if module == "operator" else f"torch.{name}" if module else name
 
 
 def schema_arguments(node: fx.Node) -> dict[str, Any]:

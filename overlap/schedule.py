@@ -31,10 +31,12 @@ from overlap.simulate import Clock, Machine, Program, TaskKind, Timeline
 PROGRAM_ORDER = "program order"
 
 _EPSILON_US = 1e-6
+_MIN_GAIN = 1e-4
 _PATIENCE = 0.6
 _NUM_TRIES = 4
 _SEARCH_STEPS = 40_000
 _MIN_ATTEMPTS, _MAX_ATTEMPTS = 4, 200
+_NUM_FIXED_RULES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,15 +206,16 @@ class _Best:
 
     @property
     def is_optimal(self) -> bool:
-        return self.makespan_us <= self.bound_us + _EPSILON_US
+        return self.makespan_us <= self.bound_us * (1 + _MIN_GAIN)
 
     def offer(self, order: tuple[int, ...], planned_us: float, method: str) -> None:
         """Keep `order`, planned to take that long, if playing it says that it is better."""
         self.num_tried += 1
-        if planned_us > self.makespan_us - _EPSILON_US:
+        worth_us = self.makespan_us * (1 - _MIN_GAIN)
+        if planned_us > worth_us:
             return
         makespan_us = simulate.makespan(self.program, order, self.machine)
-        if makespan_us < self.makespan_us - _EPSILON_US:
+        if makespan_us < worth_us:
             self.order, self.method, self.makespan_us = order, method, makespan_us
 
 
@@ -237,18 +240,26 @@ def _improve(best: _Best, shape: _Shape, memory_cap_bytes: int | None) -> None:
     if TaskKind.START not in program.kinds:
         return
     num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, _SEARCH_STEPS // len(program)))
-    first, lean = best.order, lean_order(program)
+    first, lean = best.order, None
     for i, rule in enumerate(itertools.islice(_rules(program), num_attempts)):
         if best.is_optimal:
             return
-        reference = (first, lean, best.order)[i % 3 if i > 5 else 0]
-        if memory_cap_bytes and simulate.peak_memory(program, reference)[0] > memory_cap_bytes:
-            continue
         budget = None
         if memory_cap_bytes is not None:
+            lean = lean or _lean_reference(program, memory_cap_bytes, otherwise=first)
+            reference = first if i < _NUM_FIXED_RULES else (first, lean, best.order)[i % 3]
             budget = _Budget(program, shape, reference, memory_cap_bytes)
         order, makespan_us = _ListScheduler(program, best.machine, shape, rule, budget).run()
         best.offer(order, makespan_us, rule.name)
+
+
+def _lean_reference(
+    program: Program, memory_cap_bytes: int, otherwise: tuple[int, ...]
+) -> tuple[int, ...]:
+    """An order of low memory, which leaves the scheduler more room than the program's own."""
+    lean = lean_order(program)
+    fits = simulate.peak_memory(program, lean)[0] <= memory_cap_bytes
+    return lean if fits else otherwise
 
 
 def _rules(program: Program) -> Iterator[_Rule]:
@@ -266,11 +277,12 @@ def _rules(program: Program) -> Iterator[_Rule]:
     yield _Rule("critical path in 4 blocks", _keys(tails, num_blocks=4))
     yield _Rule("communication first", _keys(_tails(program, comm_weight=4.0)))
     generator = random.Random(0)
+    weighted = [tails, _tails(program, comm_weight=3.0)]
     for i in itertools.count():
-        spread = (0.1, 0.3, 1.0)[i % 3]
-        noisy = [tail * (1 + spread * generator.random()) for tail in tails]
-        keys = _keys(noisy, num_blocks=(1, 1, 2, 3)[i % 4])
-        yield _Rule(f"critical path, perturbed {i}", keys, (0.0, _PATIENCE)[i % 2])
+        base, spread = generator.choice(weighted), generator.choice((0.1, 0.3, 1.0))
+        noisy = [tail * (1 + spread * generator.random()) for tail in base]
+        keys = _keys(noisy, num_blocks=generator.choice((1, 1, 2, 3)))
+        yield _Rule(f"critical path, perturbed {i}", keys, generator.choice((0.0, _PATIENCE)))
 
 
 def _keys(priorities: Sequence[float], num_blocks: int = 1) -> list[int]:

@@ -43,16 +43,16 @@ _NAME = re.compile(r"[\w.-]+")
 class CompiledGraph(Protocol):
     """What a golden needs to know of one graph after its last pass.
 
-    name: "forward", "backward" or "step".
-    timeline: the graph played in its final order.
+    kind: "forward", "backward" or "inference".
+    timeline: the graph played in its final order, None where nothing was scheduled.
     """
 
     @property
-    def name(self) -> str: ...
+    def kind(self) -> str: ...
     @property
     def gm(self) -> fx.GraphModule: ...
     @property
-    def timeline(self) -> Timeline: ...
+    def timeline(self) -> Timeline | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +140,18 @@ def _parse_hiding(line: str) -> Hiding:
 def make_golden(graphs: Iterable[CompiledGraph]) -> Golden:
     """The golden of compiled graphs."""
     compiled = list(graphs)
-    dumps = tuple((one.name, printing.dump(one.gm)) for one in compiled)
+    dumps = tuple((one.kind, printing.dump(one.gm)) for one in compiled)
     return Golden(dumps, tuple(hiding for one in compiled for hiding in _hidings(one)))
 
 
 def _hidings(compiled: CompiledGraph) -> Iterator[Hiding]:
+    timeline = compiled.timeline
+    if timeline is None:
+        return
     nodes = {node.name: node for node in compiled.gm.graph.nodes}
-    transfers = {event.name: event for event in compiled.timeline.events}
-    exposed_us = dict(compiled.timeline.exposed)
-    compute = [event for event in compiled.timeline.events if event.lane == "compute"]
+    transfers = {event.name: event for event in timeline.events}
+    exposed_us = dict(timeline.exposed)
+    compute = [event for event in timeline.events if event.lane == "compute"]
     count: dict[Any, int] = {}
     for start in filter(collectives.is_start, nodes.values()):
         kind, part = collectives.kind_of(start).value, graph.tag_of(start).slice
@@ -158,7 +161,7 @@ def _hidings(compiled: CompiledGraph) -> Iterator[Hiding]:
         duration_us = event.end_us - event.start_us
         covered = 1 - exposed_us[start.name] / duration_us if duration_us else 1.0
         yield Hiding(
-            compiled.name,
+            compiled.kind,
             *key,
             index=count[key],
             hidden=round(100 * covered),

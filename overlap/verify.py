@@ -119,6 +119,7 @@ class Signature:
 
     starts: per group, the names of the starts in order.
     effects: None if the pass may change the graph's effects.
+    lines: every node as a line, for the deep check to pass over what did not change.
     """
 
     phase: Phase
@@ -126,6 +127,7 @@ class Signature:
     outputs: tuple[Type, ...]
     starts: tuple[tuple[str, tuple[str, ...]], ...]
     effects: tuple[Access, ...] | None
+    lines: frozenset[str] = frozenset()
 
 
 def signature(gm: fx.GraphModule, keep_effects: bool = False) -> Signature:
@@ -137,6 +139,7 @@ def signature(gm: fx.GraphModule, keep_effects: bool = False) -> Signature:
         outputs=tuple(Type.of(value) for value in _results(graph.output_node(gm.graph))),
         starts=_starts(nodes),
         effects=_effects(nodes) if keep_effects else None,
+        lines=frozenset(printing.lines(gm)) if _is_deep() else frozenset(),
     )
 
 
@@ -557,10 +560,14 @@ def _makes_tensor(node: fx.Node) -> bool:
 @_rule("V013", Phase.FORWARD, "recorded fake values equal recomputed ones", is_deep=True)
 def _fake_values_hold(subject: Subject) -> Iterator[tuple[fx.Node | None, str]]:
     is_autocast = False
+    lines = dict(zip(subject.nodes, printing.lines(subject.gm), strict=True))
+    known = subject.before.lines if subject.before else frozenset[str]()
     for node in subject.nodes:
         if graph.is_call(node, _ENTER_AUTOCAST, _EXIT_AUTOCAST):
             is_autocast = node.target is _ENTER_AUTOCAST
         if is_autocast or not _can_recompute(node):
+            continue
+        if all(lines[part] in known for part in (node, *node.all_input_nodes)):
             continue
         recorded, found = graph.fake_value(node), _recompute(node)
         mine = [Type.of(value) for value in graph.tensors_of(recorded)]

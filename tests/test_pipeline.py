@@ -23,10 +23,10 @@ class Mark:
 
     slice: int = 0
     regions: tuple[str, ...] = ()
-    name = "mark"
-    effect = Effect.ANNOTATE
-    requires = Phase.FORWARD
-    ensures = Phase.FORWARD
+    name: str = "mark"
+    effect: Effect = Effect.ANNOTATE
+    requires: Phase = Phase.FORWARD
+    ensures: Phase = Phase.FORWARD
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default):
@@ -38,10 +38,10 @@ class Sink:
     """Moves every wait to the end, before the node that reads it or, if `blindly`, behind it."""
 
     blindly: bool = False
-    name = "sink"
-    effect = Effect.REORDER
-    requires = Phase.NORMALIZED
-    ensures = Phase.SCHEDULED
+    name: str = "sink"
+    effect: Effect = Effect.REORDER
+    requires: Phase = Phase.NORMALIZED
+    ensures: Phase = Phase.SCHEDULED
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         node = find(gm, "wait_tensor")
@@ -54,10 +54,10 @@ class Normalize:
     """Does nothing, but says that the graph is normalized; or drops a wait."""
 
     drop_wait: bool = False
-    name = "normalize"
-    effect = Effect.REWRITE
-    requires = Phase.FORWARD
-    ensures = Phase.NORMALIZED
+    name: str = "normalize"
+    effect: Effect = Effect.REWRITE
+    requires: Phase = Phase.FORWARD
+    ensures: Phase = Phase.NORMALIZED
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         if self.drop_wait:
@@ -72,9 +72,9 @@ class Fail:
 
     how: str = "graph"
     effect: Effect = Effect.ANNOTATE
-    name = "fail"
-    requires = Phase.FORWARD
-    ensures = Phase.FORWARD
+    name: str = "fail"
+    requires: Phase = Phase.FORWARD
+    ensures: Phase = Phase.FORWARD
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         matmul = find(gm, "matmul")
@@ -268,11 +268,8 @@ the graph before the pass is in overlap-repro-.../"""
 
 
 def test_annotating_keeps_the_order(gm: fx.GraphModule, ctx: Context):
-    annotating = dataclasses.make_dataclass(
-        "Annotating", [], bases=(Sink,), namespace={"effect": Effect.ANNOTATE}, frozen=True
-    )
     with pytest.raises(VerifyError) as error:
-        pipeline.run(gm, [Normalize(), annotating()], ctx)
+        pipeline.run(gm, [Normalize(), Sink(effect=Effect.ANNOTATE)], ctx)
     assert_expected_inline(
         message(error),
         """\

@@ -23,9 +23,9 @@ from tests.tracing import all_to_all, find, trace, wait
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    name: str
+    kind: str
     gm: fx.GraphModule
-    timeline: simulate.Timeline
+    timeline: simulate.Timeline | None
 
 
 def unit_us(node: fx.Node) -> float:
@@ -33,10 +33,10 @@ def unit_us(node: fx.Node) -> float:
     return 2.0 * collectives.is_start(node) + cost.unit_us(node)
 
 
-def compiled(gm: fx.GraphModule, name: str = "forward") -> Compiled:
+def compiled(gm: fx.GraphModule, kind: str = "forward") -> Compiled:
     program = simulate.extract(gm, cost.from_function(gm, unit_us))
     timeline = simulate.simulate(program, range(len(program)), simulate.Machine())
-    return Compiled(name, gm, timeline)
+    return Compiled(kind, gm, timeline)
 
 
 def layer(x: torch.Tensor, w: torch.Tensor):
@@ -112,6 +112,12 @@ def test_a_graph_without_collectives_is_a_golden():
     golden = make_golden([compiled(trace(torch.relu, torch.ones(2)))])
     assert parse_golden(str(golden)) == golden
     assert parse_golden(str(make_golden([]))) == make_golden([])
+
+
+def test_a_graph_without_a_schedule_is_its_text():
+    golden = make_golden([Compiled("forward", tagged(), timeline=None)])
+    assert golden.collectives == ()
+    assert parse_golden(str(golden)) == golden
 
 
 def explained(old: list[Compiled], new: list[Compiled]) -> str:

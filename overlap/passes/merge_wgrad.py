@@ -39,8 +39,9 @@ class MergeWgrad:
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         order = {node: i for i, node in enumerate(gm.graph.nodes)}
         sums = [_plan(node, order) for node in gm.graph.nodes if is_sum_root(node)]
+        joined: dict[Any, fx.Node] = {}
         for merge in filter(None, sums):
-            _apply(merge)
+            _apply(merge, joined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,12 @@ def _plan(root: fx.Node, order: dict[fx.Node, int]) -> _Merge | None:
     (group,) = mergeable
     merged = [leaf for leaf, _ in group]
     rest = tuple(leaf for leaf, _ in chains if leaf not in merged)
-    products = tuple(sorted((chain[-1] for _, chain in group), key=lambda node: order[node]))
+    products = tuple(
+        sorted(
+            (chain[-1] for _, chain in group),
+            key=lambda node: (graph.tag_of(node).slice or 0, order[node]),
+        )
+    )
     return _Merge(root, products, tuple(reversed(group[0][1][:-1])), rest)
 
 
@@ -95,11 +101,12 @@ def _signature(chain: Sequence[fx.Node]) -> Any:
     return operators, tuple(map(str, product.shape)), product.dtype
 
 
-def _apply(merge: _Merge) -> None:
+def _apply(merge: _Merge, joined: dict[Any, fx.Node]) -> None:
+    """`joined` holds the rows that earlier merges joined: gate and up projection share theirs."""
     root = merge.root
     with root.graph.inserting_before(root):
-        left = _joined([p.args[0] for p in merge.products], dim=1, like=root)  # pyright: ignore
-        right = _joined([p.args[1] for p in merge.products], dim=0, like=root)  # pyright: ignore
+        left = _joined([p.args[0] for p in merge.products], 1, root, joined)  # pyright: ignore
+        right = _joined([p.args[1] for p in merge.products], 0, root, joined)  # pyright: ignore
         value = _call(root, aten.mm.default, (left, right))
         for node in merge.between:
             value = _call(root, node.target, (value, *node.args[1:]), node.kwargs)
@@ -108,14 +115,19 @@ def _apply(merge: _Merge) -> None:
     root.replace_all_uses_with(value)
 
 
-def _joined(pieces: Sequence[fx.Node], dim: int, like: fx.Node) -> fx.Node:
+def _joined(
+    pieces: Sequence[fx.Node], dim: int, like: fx.Node, joined: dict[Any, fx.Node]
+) -> fx.Node:
     """The pieces side by side. Transposed ones are joined before the transpose, so that the copy
     runs along memory."""
     if all(_is_transpose(piece) for piece in pieces):
-        inner = _joined([piece.args[0] for piece in pieces], 1 - dim, like)  # pyright: ignore
+        inner = _joined([piece.args[0] for piece in pieces], 1 - dim, like, joined)  # pyright: ignore
         return _call(like, aten.t.default, (inner,))
-    whole = pieces_of(pieces, dim)
-    return whole if whole is not None else _call(like, aten.cat.default, (list(pieces), dim))
+    key = (tuple(pieces), dim)
+    if key not in joined:
+        whole = pieces_of(pieces, dim)
+        joined[key] = whole if whole else _call(like, aten.cat.default, (list(pieces), dim))
+    return joined[key]
 
 
 def _is_transpose(node: fx.Node) -> bool:

@@ -37,6 +37,13 @@ class Scheduled:
     machine: simulate.Machine
     schedule: schedule.Schedule
 
+    @property
+    def start_order(self) -> tuple[str, ...]:
+        """The names of the collectives, in the order in which they start."""
+        program = self.program
+        is_start = simulate.TaskKind.START
+        return tuple(program.names[i] for i in self.schedule.order if program.kinds[i] is is_start)
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:

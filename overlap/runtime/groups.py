@@ -6,6 +6,10 @@ backend, torch's fake process group included.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -39,3 +43,20 @@ def size_of(name: str) -> int:
 def ranks_of(name: str) -> tuple[int, ...]:
     """The global ranks of the group, in the order of its group ranks."""
     return tuple(dist.get_process_group_ranks(resolve(name)))
+
+
+def along(sizes: Sequence[int], dim: int) -> dist.ProcessGroup:
+    """This rank's group along `dim` of the ranks laid out row by row in a grid of `sizes`; where
+    that is all ranks, the group there is already. All ranks have to call it.
+
+    Raises ConfigError if the grid does not have as many places as there are ranks.
+    """
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if math.prod(sizes) != num_ranks:
+        raise ConfigError(f"a mesh of {math.prod(sizes)} ranks does not fit {num_ranks} ranks")
+    if sizes[dim] == num_ranks:
+        return c10d._get_default_group()
+    grid = torch.arange(num_ranks).reshape(list(sizes)).movedim(dim, -1)
+    group, _ = dist.new_subgroups_by_enumeration(grid.reshape(-1, sizes[dim]).tolist())
+    assert group is not None
+    return group

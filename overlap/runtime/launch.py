@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -70,6 +70,7 @@ def launch(fn: Callable[..., Any], *args: Any, options: LaunchOptions | None = N
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=options.num_ranks,
+        run_id="overlap",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # any free port
         local_addr="localhost",
@@ -146,7 +147,7 @@ def _explain(rank: int, failure: Any, reports: Path) -> str:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def _environment(values: Mapping[str, str]) -> Generator[None]:
     """Ranks are started with this process's environment: set it before their torch loads."""
     before = {name: os.environ.get(name) for name in [*values, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
     os.environ.update(values)
@@ -161,7 +162,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
+def _signal_handlers_kept() -> Generator[None]:
     """The agent sets handlers and leaves them set; it sets none outside the main thread."""
     before = {name: signal.getsignal(signal.Signals[name]) for name in STOPPING}
     try:
@@ -173,7 +174,7 @@ def _signal_handlers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _agent_quiet() -> Iterator[None]:
+def _agent_quiet() -> Generator[None]:
     """The agent logs a failure at length; the error raised here says it once."""
     logger = logging.getLogger("torch.distributed.elastic")
     level = logger.level

@@ -21,6 +21,8 @@ Backend `recorded` is gloo with the same records and no emulation: for real link
 A figure measured with this backend is to be called emulated wherever it is shown.
 """
 
+# torch's stubs give other parameter names than c10d calls with:
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 from __future__ import annotations
 
 import functools
@@ -31,7 +33,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -242,7 +244,7 @@ class Link:
         return self.config.latency_us * 1e-6
 
     @contextmanager
-    def record(self) -> Iterator[Recording]:
+    def record(self) -> Generator[Recording]:
         """Collect a record of every collective that is started inside the `with`."""
         recording = Recording()
         with self._changed:
@@ -423,15 +425,14 @@ class EmulatedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, backend: str, options: Any):
-        super().__init__(options.group_rank, options.group_size)
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # not in the stubs
         self._backend = backend
         self._name = options.group_id
         self._link = process_link()
         self._lane = object()
         store = dist.PrefixStore("gloo/", options.store)
-        self._gloo = dist.ProcessGroupGloo(
-            store, options.group_rank, options.group_size, options.timeout
-        )
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         self._waiters: dict[Any, queue.SimpleQueue[tuple[Callable[[], Any], Act] | None]] = {}
 
     # What torch.distributed asks of a group.
@@ -570,7 +571,7 @@ class EmulatedGroup(dist.ProcessGroup):
             self._link.arrived(transfer, issue_s, None)
         else:
             started_s = torch.tensor([issue_s], dtype=torch.float64)
-            options = c10d.AllreduceOptions()
+            options: Any = c10d.AllreduceOptions()
             options.reduceOp = dist.ReduceOp.MAX
             self._when_complete(
                 self._lane,

@@ -135,11 +135,9 @@ def in_two_groups(rank: int, world: int) -> tuple[float, float, list[Record]]:
             dist.all_to_all_single(torch.empty_like(x), x, group=group, async_op=True)
             for group in (None, other, None, other)
         ]
-        is_early = [work.is_completed() for work in works]
         for work in works:
             work.wait()
         took_s = time.monotonic() - start_s
-    assert is_early == [False] * 4
     assert all(work.is_completed() for work in works)
     return took_s, seen.comm_s, seen.records
 
@@ -216,6 +214,38 @@ def test_bytes_on_the_link():
     first, second = run_ranks(volumes, 2, backend=EMULATED)
     assert first == {**expected, "send": 128}
     assert second == {**expected, "receive": 128}
+
+
+def start_and_tell(rank: int, world: int) -> list[bool]:
+    """Rank 1 starts after rank 0 has: rank 0's start has to return before."""
+    store = dist.distributed_c10d._get_default_store()
+    x, kinds = torch.ones(4), ["all_reduce", "all_to_all", "reduce_scatter", "send"]
+    is_done: list[bool] = []
+    for kind in kinds:
+        if rank == 1:
+            store.wait([kind])
+        match kind:
+            case "all_reduce":
+                work = dist.all_reduce(x, async_op=True)
+            case "all_to_all":
+                work = dist.all_to_all_single(torch.empty(4), x, async_op=True)
+            case "reduce_scatter":
+                work = dist.reduce_scatter_single(torch.empty(2), x, async_op=True)
+            case _:
+                work = dist.irecv(x, 1) if rank == 0 else dist.isend(x, 0)
+        assert work is not None
+        if rank == 0:
+            is_done.append(work.is_completed())
+            store.set(kind, "started")
+        work.wait()
+        is_done.append(work.is_completed())
+    return is_done
+
+
+def test_starting_does_not_wait():
+    first, second = run_ranks(start_and_tell, 2, backend=EMULATED)
+    assert first == [False, True] * 4
+    assert second == [True] * 4
 
 
 def late_rank(rank: int, world: int) -> tuple[float, Record]:

@@ -1,0 +1,558 @@
+"""What a compilation decided, for people: `overlap.explain(step)` and everything that prints it.
+
+A `Report` is a plain value: it prints as tables, converts to JSON, and travels by pickle. Predicted
+figures come from the simulator, at nominal sizes that are the same on all ranks; measured ones from
+what a link recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from overlap import backend, compilation, cost, graph
+from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
+from overlap.config import Config
+from overlap.errors import ConfigError
+from overlap.pipeline import Remark
+from overlap.runtime.link import Record, Recording
+from overlap.simulate import Timeline
+
+WIDTH = 110
+NOMINAL = (
+    f"Predicted times are for nominal sizes (batch {cost.NOMINAL_BATCH}, other symbolic sizes "
+    f"{cost.NOMINAL_SIZE}), so that every rank decides alike."
+)
+
+
+# ---- what was measured --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """One collective of a measured step; times in microseconds since the step began.
+
+    The bytes were under way from `start_us` to `end_us`; the caller was blocked in its wait from
+    `wait_start_us` to `wait_end_us`.
+    """
+
+    kind: str
+    group: str
+    num_bytes: float
+    issue_us: float
+    start_us: float
+    end_us: float
+    wait_start_us: float
+    wait_end_us: float
+
+    @property
+    def comm_us(self) -> float:
+        return self.end_us - self.start_us
+
+    @property
+    def blocked_us(self) -> float:
+        return self.wait_end_us - self.wait_start_us
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredStep:
+    """One step as a link saw it.
+
+    marks_us: ends of its parts, by name, ascending: "forward", "backward", ... .
+    comm_us: how long anything was on the link. exposed_us: how much of that the caller was blocked
+        in a wait. blocked_us: all blocking, which includes waiting for a rank that is late.
+    """
+
+    marks_us: tuple[tuple[str, float], ...]
+    transfers: tuple[Transfer, ...]
+    comm_us: float
+    exposed_us: float
+    blocked_us: float
+
+    @property
+    def length_us(self) -> float:
+        return self.marks_us[-1][1]
+
+    @property
+    def hidden(self) -> float:
+        """The part of the communication that was not waited for, from 0 to 1; 0 if none was."""
+        return 1.0 - self.exposed_us / self.comm_us if self.comm_us else 0.0
+
+
+def measured_step(recording: Recording, began_s: float, **ends_s: float) -> MeasuredStep:
+    """The step that began at `began_s` and whose parts, such as `forward`, ended at `ends_s`; all
+    of time.monotonic(), in seconds. Every collective has to have been waited for."""
+    records = [record for record in recording.records if not math.isnan(record.wait_exit_s)]
+
+    def since(when_s: float) -> float:
+        return (when_s - began_s) * 1e6
+
+    def transfer(record: Record) -> Transfer:
+        return Transfer(
+            kind=record.kind,
+            group=record.group,
+            num_bytes=record.num_bytes,
+            issue_us=since(record.issue_s),
+            start_us=since(record.start_s),
+            end_us=since(record.end_s),
+            wait_start_us=since(record.wait_enter_s),
+            wait_end_us=since(record.wait_exit_s),
+        )
+
+    transfers = tuple(map(transfer, records))
+    on_link = union((t.start_us, t.end_us) for t in transfers)
+    blocked = union((t.wait_start_us, t.wait_end_us) for t in transfers)
+    return MeasuredStep(
+        marks_us=tuple((name, since(end_s)) for name, end_s in ends_s.items()),
+        transfers=transfers,
+        comm_us=_length(on_link),
+        exposed_us=_length(on_link) + _length(blocked) - _length(union([*on_link, *blocked])),
+        blocked_us=_length(blocked),
+    )
+
+
+def union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint ascending intervals that cover the same points."""
+    result: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        elif end > start:
+            result.append((start, end))
+    return result
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveReport:
+    """One collective of the compiled program.
+
+    graph: "forward", "backward" or "inference"; name: of its start in that graph's dump.
+    comm_us, exposed_us: predicted. measured_us, measured_exposed_us: time on the link, and blocked
+        in its wait; None where nothing was measured.
+    """
+
+    graph: str
+    name: str
+    kind: str
+    group: str
+    module: str
+    slice: int | None
+    comm_us: float
+    exposed_us: float
+    measured_us: float | None = None
+    measured_exposed_us: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphReport:
+    """One graph that runs: its text, its timelines in program order and as scheduled, the priority
+    that won, and which node belongs to which slice."""
+
+    kind: str
+    dump: str
+    before: Timeline
+    after: Timeline
+    method: str
+    slices: dict[str, int]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.dump.splitlines())
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A module whose collectives run once per slice: how many of them, in all graphs."""
+
+    module: str
+    num_collectives: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What was decided for one compiled program, and what it is worth.
+
+    slices: asked for, or chosen. profile: name of the hardware profile behind the predictions.
+    reassociated: sums over sliced rows that may be added in another order.
+    num_compilations: how often this callable was compiled; the latest that has a backward is shown.
+    measured: a step that ran, None if none was given.
+    """
+
+    slices: int
+    numerics: str
+    profile: str
+    graphs: tuple[GraphReport, ...]
+    collectives: tuple[CollectiveReport, ...]
+    reassociated: tuple[str, ...]
+    remarks: tuple[Remark, ...]
+    compile_s: float
+    num_compilations: int
+    measured: MeasuredStep | None = None
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        sliced = [c for c in self.collectives if c.slice == 0]
+        modules = dict.fromkeys(c.module for c in sliced)
+        return tuple(Region(m, sum(c.module == m for c in sliced)) for m in modules)
+
+    @property
+    def peak_before_bytes(self) -> int:
+        return max((g.before.peak_bytes for g in self.graphs), default=0)
+
+    @property
+    def peak_after_bytes(self) -> int:
+        return max((g.after.peak_bytes for g in self.graphs), default=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data: everything but the dumps and the timelines."""
+        return {
+            "slices": self.slices,
+            "numerics": self.numerics,
+            "profile": self.profile,
+            "regions": [dataclasses.asdict(region) for region in self.regions],
+            "graphs": [_graph_json(one) for one in self.graphs],
+            "collectives": [dataclasses.asdict(one) for one in self.collectives],
+            "peak_before_bytes": self.peak_before_bytes,
+            "peak_after_bytes": self.peak_after_bytes,
+            "reassociated": list(self.reassociated),
+            "remarks": [dataclasses.asdict(remark) for remark in self.remarks],
+            "compile_s": self.compile_s,
+            "num_compilations": self.num_compilations,
+        }
+
+    def __rich__(self) -> RenderableType:
+        return Group(*_sections(self))
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().rstrip()
+
+    __repr__ = __str__
+
+
+def explain(step: Any, recording: Recording | None = None) -> Report:
+    """What `overlap` made of `step`, after its first call.
+
+    step: what torch.compile returned, or a `Compilation`.
+    recording: of one step that ran, for measured times beside the predicted ones.
+
+    Raises ConfigError if `step` was not compiled by this backend in this process.
+    """
+    if isinstance(step, Compilation):
+        found = [step]
+    else:
+        parameters = {id(parameter) for parameter in _parameters_of(step)}
+        found = [record for record in compilation.records() if record.is_for(parameters)]
+    if not found:
+        raise ConfigError(
+            f"nothing is known about this {type(step).__name__}; expected what "
+            "torch.compile(..., backend='overlap') returned, after its first call"
+        )
+    measured = None
+    if recording is not None and recording.records:
+        records = recording.records
+        measured = measured_step(
+            recording,
+            min(record.issue_s for record in records),
+            step=max(record.wait_exit_s for record in records),
+        )
+    return _report(_most_telling(found), len(found), measured)
+
+
+def with_measured(report: Report, measured: MeasuredStep) -> Report:
+    """The report with measured times beside the predicted ones."""
+    matched = tuple(_match(report.collectives, measured))
+    return dataclasses.replace(report, collectives=matched, measured=measured)
+
+
+def compile_graphs(
+    model_or_step: Callable[..., Any], inputs: Sequence[Any], config: Config
+) -> list[CompiledGraph]:
+    """The graphs that `config` makes of a model or a function, without running any of them.
+
+    What was compiled in this process is forgotten first, so that the result depends on the
+    arguments alone. Only what Dynamo captures before the first break of the graph is compiled.
+    """
+    return compile_only(model_or_step, inputs, config).graphs
+
+
+def compile_only(
+    model_or_step: Callable[..., Any], inputs: Sequence[Any], config: Config
+) -> Compilation:
+    """The same, with all that was decided."""
+    torch.compiler.reset()
+    num_known = len(compilation.records())
+
+    def compile_and_stop(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend.overlap(gm, example_inputs, dataclasses.asdict(config))
+        return _stop
+
+    try:
+        torch.compile(model_or_step, backend=compile_and_stop)(*inputs)
+    except _Stopped:
+        return compilation.records()[num_known]
+    finally:
+        torch.compiler.reset()
+    raise ConfigError("nothing was captured: the target runs no tensor operator")
+
+
+class _Stopped(BaseException):
+    """The compiled program was about to run."""
+
+
+def _stop(*_: Any) -> Any:
+    raise _Stopped
+
+
+def _parameters_of(step: Any) -> Iterator[nn.Parameter]:
+    if isinstance(step, nn.Module):
+        yield from step.parameters()
+        return
+    function = inspect.unwrap(getattr(step, "_torchdynamo_orig_callable", step))
+    owner = getattr(function, "__self__", None)
+    reached = [owner]
+    if inspect.isfunction(function):
+        seen = inspect.getclosurevars(function)
+        reached += [*seen.nonlocals.values(), *seen.globals.values()]
+    for value in reached:
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+
+
+def _most_telling(records: Sequence[Compilation]) -> Compilation:
+    with_backward = [r for r in records if any(g.kind == "backward" for g in r.graphs)]
+    return (with_backward or list(records))[-1]
+
+
+def _report(record: Compilation, num_compilations: int, measured: MeasuredStep | None) -> Report:
+    scheduled = [one for one in record.graphs if one.scheduled is not None]
+    report = Report(
+        slices=record.slices,
+        numerics=record.config.numerics,
+        profile=record.profile.name if record.profile else "",
+        graphs=tuple(map(_graph_report, scheduled)),
+        collectives=tuple(c for one in scheduled for c in _collective_reports(one)),
+        reassociated=record.reassociated,
+        remarks=tuple(record.remarks),
+        compile_s=record.compile_s,
+        num_compilations=num_compilations,
+    )
+    return report if measured is None else with_measured(report, measured)
+
+
+def _graph_report(one: CompiledGraph) -> GraphReport:
+    assert one.scheduled is not None
+    schedule = one.scheduled.schedule
+    slices = {node.name: graph.tag_of(node).slice for node in one.gm.graph.nodes}
+    return GraphReport(
+        kind=one.kind,
+        dump=one.dump,
+        before=schedule.before,
+        after=schedule.after,
+        method=schedule.method,
+        slices={name: index for name, index in slices.items() if index is not None},
+    )
+
+
+def _collective_reports(one: CompiledGraph) -> Iterator[CollectiveReport]:
+    assert one.scheduled is not None
+    timeline = one.scheduled.schedule.after
+    comm_us = {event.name: event.end_us - event.start_us for event in timeline.events}
+    exposed_us = dict(timeline.exposed)
+    for found in one.collectives:
+        yield CollectiveReport(
+            graph=one.kind,
+            **_facts(found),
+            comm_us=comm_us.get(found.name, 0.0),
+            exposed_us=exposed_us.get(found.name, 0.0),
+        )
+
+
+def _facts(found: CompiledCollective) -> dict[str, Any]:
+    return {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+
+
+def _match(
+    collectives: Sequence[CollectiveReport], measured: MeasuredStep
+) -> Iterator[CollectiveReport]:
+    """Starts run in the order of the program, forward before backward; so do the transfers."""
+    if len(collectives) != len(measured.transfers):
+        yield from collectives
+        return
+    for one, transfer in zip(collectives, measured.transfers, strict=True):
+        yield dataclasses.replace(
+            one, measured_us=transfer.comm_us, measured_exposed_us=transfer.blocked_us
+        )
+
+
+def _graph_json(one: GraphReport) -> dict[str, Any]:
+    def figures(timeline: Timeline) -> dict[str, Any]:
+        return {
+            "makespan_us": timeline.makespan_us,
+            "compute_us": timeline.compute_us,
+            "comm_us": timeline.comm_us,
+            "exposed_us": timeline.exposed_us,
+            "hidden": timeline.hidden,
+            "peak_bytes": timeline.peak_bytes,
+        }
+
+    return {
+        "kind": one.kind,
+        "num_nodes": one.num_nodes,
+        "method": one.method,
+        "before": figures(one.before),
+        "after": figures(one.after),
+    }
+
+
+# ---- how it prints ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRow:
+    """The collectives of one module that do the same in each slice, as one row of a table."""
+
+    graph: str
+    module: str
+    kind: str
+    group: str
+    index: int
+    parts: tuple[CollectiveReport, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.kind} {self.index}"
+
+    @property
+    def slices(self) -> str:
+        return str(len(self.parts)) if self.parts[0].slice is not None else "not sliced"
+
+    def total(self, field: str) -> float | None:
+        values = [getattr(part, field) for part in self.parts]
+        return None if None in values else sum(values)
+
+
+def collective_rows(report: Report) -> list[CollectiveRow]:
+    """The report's collectives, those that differ in the slice alone together."""
+    counts: dict[Any, int] = {}
+    rows: dict[Any, list[CollectiveReport]] = {}
+    for one in report.collectives:
+        key = (one.graph, one.module, one.kind, one.group)
+        counts[*key, one.slice] = index = counts.get((*key, one.slice), 0) + 1
+        rows.setdefault((*key, one.slice is None, index), []).append(one)
+    return [
+        CollectiveRow(graph, module, kind, group, index, tuple(parts))
+        for (graph, module, kind, group, _, index), parts in rows.items()
+    ]
+
+
+def ms(us: float | None) -> str:
+    """Microseconds as milliseconds."""
+    if us is None:
+        return "-"
+    return f"{us / 1e3:.1f} ms" if us >= 1e3 else f"{us / 1e3:.2f} ms"
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.1f} MB"
+
+
+def percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
+
+
+def headline(report: Report) -> str:
+    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along the batch"
+    return (
+        f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "
+        f"compiled in {report.compile_s:.1f} s"
+    )
+
+
+def _sections(report: Report) -> Iterator[RenderableType]:
+    yield Text(headline(report))
+    if report.num_compilations > 1:
+        yield Text(f"compiled {report.num_compilations} times; shown is the latest with a backward")
+    if report.graphs:
+        yield graph_table(report)
+        yield collective_table(report)
+        yield Text(NOMINAL)
+    yield Text(reassociated_line(report))
+    yield Text("\nremarks:" if report.remarks else "\nno remarks")
+    for text, count in count_remarks(report).items():
+        yield Text(f"  - {text}{f' ({count} times)' if count > 1 else ''}")
+
+
+def reassociated_line(report: Report) -> str:
+    """What may round otherwise than in the program as written, in words."""
+    if report.slices == 1 or report.numerics == "exact":
+        return "no sum is added in another order than in the program as written"
+    if not report.reassociated:
+        return "sums over sliced rows may be added in another order, in fp32 or better"
+    return f"added in another order, in fp32 or better: {', '.join(report.reassociated)}"
+
+
+def count_remarks(report: Report) -> dict[str, int]:
+    """The remarks as text, each once, with how often it was made."""
+    counts: dict[str, int] = {}
+    for remark in report.remarks:
+        counts[str(remark)] = counts.get(str(remark), 0) + 1
+    return counts
+
+
+def _table(*columns: str, num_left: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < num_left else "right")
+    return table
+
+
+def graph_table(report: Report) -> Table:
+    """Predicted figures of each graph, in program order and as scheduled."""
+    columns = ("nodes", "predicted", "communication", "exposed", "hidden", "peak memory")
+    table = _table("graph", "order", *columns, num_left=2)
+    for one in report.graphs:
+        rows = (("of the program", one.before), (f"scheduled: {one.method}", one.after))
+        for order, timeline in rows:
+            table.add_row(
+                one.kind,
+                order,
+                str(one.num_nodes),
+                ms(timeline.makespan_us),
+                ms(timeline.comm_us),
+                ms(timeline.exposed_us),
+                percent(timeline.hidden),
+                megabytes(timeline.peak_bytes),
+            )
+    return table
+
+
+def collective_table(report: Report) -> Table:
+    """Predicted, and where there is a measured step measured, times of the collectives."""
+    is_measured = any(one.measured_us is not None for one in report.collectives)
+    columns = ["slices", "predicted", "exposed"] + ["measured", "blocked"] * is_measured
+    table = _table("graph", "module", "collective", "group", *columns, num_left=4)
+    for row in collective_rows(report):
+        fields = ["comm_us", "exposed_us"] + ["measured_us", "measured_exposed_us"] * is_measured
+        figures = [ms(row.total(field)) for field in fields]
+        table.add_row(row.graph, row.module, row.title, row.group, row.slices, *figures)
+    return table

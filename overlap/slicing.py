@@ -1,0 +1,510 @@
+"""What slicing a forward graph makes of every node: pure analysis, decided before a node is written.
+
+    prove     a decision per node: once per slice, or once on joined values, with the reason
+    trimmed   the same, without work before the first and behind the last collective that gains
+              nothing from slices
+    analyse   both, along the batch dim that slices the most collectives
+
+Joining is always right, so whatever has no proof is computed once. Three things keep a value from
+being joined or cut, and each has its way out: rows in a slice's own order cannot be joined (then
+the ids that routed them become plain data, and their exchange stays un-sliced); a storage that is
+written in place has to be one storage (then all its values are computed once); and where neither
+helps, PassError says so and the program stays as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+import overlap.rules  # registers the rules  # noqa: F401
+from overlap import collectives, graph
+from overlap import placement as pl
+from overlap.errors import PassError
+from overlap.placement import Base, Decision, Many, Op, Refusal, Split
+
+aten = torch.ops.aten
+_HEAVY = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.einsum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A node that is not sliced.
+
+    reason: subject, verb, expected against found.
+    consequence: what happens instead.
+    advice: what the user can change; "" for nothing.
+    """
+
+    node: fx.Node
+    reason: str
+    consequence: str
+    advice: str
+
+    @property
+    def message(self) -> str:
+        return f"{self.reason}; {self.consequence}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What slicing makes of every node.
+
+    batch_input, batch: the input whose dim 0 is sliced, and its size.
+    decisions: per node, in program order.
+    sliced_starts: names of the collectives that run once per slice.
+    refused: everything that is not sliced, in program order.
+    remarks: the part of it that keeps a collective from being hidden.
+    """
+
+    batch_input: fx.Node
+    batch: sympy.Expr
+    decisions: dict[fx.Node, Decision]
+    sliced_starts: tuple[str, ...]
+    refused: tuple[Refused, ...]
+    remarks: tuple[Refused, ...]
+
+    @property
+    def reassociated(self) -> tuple[str, ...]:
+        """The sums that slicing reassociates, for the report."""
+        sums = (d.reassociates for d in self.decisions.values() if not d.once)
+        return tuple(text for text in sums if text)
+
+    def is_sliced(self, node: fx.Node) -> bool:
+        """Whether the node runs once per slice."""
+        decision = self.decisions[node]
+        return not decision.once and pl.is_sliced(decision.placement)
+
+
+def analyse(gm: fx.GraphModule) -> Plan:
+    """The plan that slices the most collectives; of equal ones, along the first input's dim 0.
+
+    Raises PassError where there is no batch, or a value that slices need cannot be had.
+    """
+    num_starts = sum(map(collectives.is_start, gm.graph.nodes))
+    best: Plan | None = None
+    problem: PassError | None = None
+    for batch_input in _batch_inputs(gm):
+        try:
+            plan = trimmed(gm, prove(gm, batch_input))
+        except PassError as error:
+            problem = problem or error
+            continue
+        if best is None or len(plan.sliced_starts) > len(best.sliced_starts):
+            best = plan
+        if len(best.sliced_starts) == num_starts:
+            break
+    if best is None:
+        raise problem or PassError("no data input has a dim, so there is no batch to slice")
+    return best
+
+
+def _batch_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """The data inputs whose dim 0 may be the batch, one per size."""
+    by_size: dict[sympy.Expr, fx.Node] = {}
+    for node in graph.placeholders(gm.graph):
+        value = graph.fake_value(node)
+        if isinstance(value, torch.Tensor) and value.dim() and not graph.is_module_state(node):
+            by_size.setdefault(pl.expression(value.shape[0]), node)
+    return list(by_size.values())
+
+
+def prove(gm: fx.GraphModule, batch_input: fx.Node | None = None) -> Plan:
+    """A decision per node, for slices of the dim 0 of `batch_input` (the first data input).
+
+    Raises PassError where a value that slices need cannot be had.
+    """
+    inputs = _batch_inputs(gm)
+    if not inputs:
+        raise PassError("no data input has a dim, so there is no batch to slice")
+    batch_input = batch_input or inputs[0]
+    return _Prover(gm, batch_input).plan()
+
+
+class _Unjoinable(Exception):
+    """A node has to be computed once and reads `operands`, rows that cannot be joined."""
+
+    def __init__(self, node: fx.Node, operands: Sequence[fx.Node], refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.node = node
+        self.operands = operands
+        self.refusal = refusal
+
+
+class _Prover:
+    """Decides node by node. Starts over with one more exchange left whole, as often as it has to.
+
+    forced: by routing key, why what it routes is not sliced.
+    """
+
+    def __init__(self, gm: fx.GraphModule, batch_input: fx.Node) -> None:
+        self.gm = gm
+        self.batch_input = batch_input
+        self.batch = pl.shape_of(batch_input)[0]
+        self.symbols = _input_symbols(gm)
+        self.pinned = pinned_nodes(gm.graph)
+        self.forced: dict[str, Refused] = {}
+        self.placements: dict[fx.Node, pl.Placement] = {}
+
+    def plan(self) -> Plan:
+        while True:
+            try:
+                decisions, refused = self._decide_all()
+                break
+            except _Unjoinable as problem:
+                self._force(problem)
+        starts = _sliced_starts(self.gm, decisions)
+        reads = _ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
+        forced = tuple(self.forced.values())
+        barriers = tuple(r for r in refused if r.node in reads)
+        return Plan(
+            self.batch_input, self.batch, decisions, starts, (*forced, *refused), (*forced, *barriers)
+        )
+
+    def _force(self, problem: _Unjoinable) -> None:
+        """Leave the exchanges un-sliced that `problem` depends on, all of them where none is."""
+        found = {key for n in problem.operands for key in _keys(self.placements[n])}
+        found = found - set(self.forced) or {
+            key for placement in self.placements.values() for key in _keys(placement)
+        } - set(self.forced)
+        if not found:
+            raise PassError(f"{_place_of(problem.node)} cannot be sliced: {problem.refusal.reason}")
+        for key in sorted(found):
+            self.forced[key] = Refused(
+                problem.node,
+                problem.refusal.reason,
+                "its exchange is not sliced",
+                problem.refusal.advice,
+            )
+
+    def _decide_all(self) -> tuple[dict[fx.Node, Decision], list[Refused]]:
+        self.placements = {}
+        decisions: dict[fx.Node, Decision] = {}
+        refused: list[Refused] = []
+        for node in self.gm.graph.nodes:
+            if node.op == "output":
+                self._check_output(node)
+                continue
+            op = Op(node, pl.schema_arguments(node), self.placements, self.batch)
+            try:
+                decision = self._decide(op)
+            except Refusal as refusal:
+                decision = _join(op, refusal)
+                if node not in self.pinned or _written_operands(node):
+                    why = "the slices are joined before it"
+                    refused.append(Refused(node, refusal.reason, why, refusal.advice))
+            placement = _without_forced(decision.placement, frozenset(self.forced))
+            self.placements[node] = placement
+            decisions[node] = dataclasses.replace(decision, placement=placement)
+        return decisions, refused
+
+    def _check_output(self, node: fx.Node) -> None:
+        blocked = [n for n in node.all_input_nodes if not pl.is_joinable(self.placements[n])]
+        if blocked:
+            raise _Unjoinable(
+                node,
+                blocked,
+                Refusal(
+                    f"the module returns {blocked[0].name}, which is in a slice's own order",
+                    "return rows in the order of the batch",
+                ),
+            )
+
+    def _decide(self, op: Op) -> Decision:
+        node = op.node
+        if node.op == "placeholder":
+            return Decision(self._input_placement(node), once=True)
+        if not any(pl.is_sliced(op.place(n)) for n in op.operands):
+            return Decision(_whole(op), once=True)
+        _refuse_effects(op)
+        if node in self.pinned:
+            raise op.refuse("shares its storage with a value that is written in place")
+        if node.target is operator.getitem:
+            return _item(op)
+        rule = pl.rule_for(node)
+        if rule is None:
+            raise op.refuse("has no placement rule", "register one with overlap.register_rule")
+        try:
+            op.seen.clear()
+            decision = rule(op)
+            _check(op, decision, self.symbols)
+        except Refusal:
+            raise
+        except Exception as error:  # a rule that fails on a program it did not foresee proves nothing
+            raise op.refuse(
+                f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
+            ) from error
+        return decision
+
+    def _input_placement(self, node: fx.Node) -> pl.Placement:
+        value = graph.fake_value(node)
+        is_data = isinstance(value, torch.Tensor) and not graph.is_module_state(node)
+        if is_data and value.dim() and pl.same(pl.expression(value.shape[0]), self.batch):
+            return Split(0, Base(sympy.Integer(1)))
+        return pl.WHOLE
+
+
+def _input_symbols(gm: fx.GraphModule) -> frozenset[sympy.Symbol]:
+    """The symbols that stand for a size of an input."""
+    symbols: set[sympy.Symbol] = set()
+    for node in graph.placeholders(gm.graph):
+        value = graph.fake_value(node)
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        exprs = (pl.expression(s) for s in sizes if isinstance(s, torch.SymInt))
+        symbols.update(e for e in exprs if isinstance(e, sympy.Symbol))
+    return frozenset(symbols)
+
+
+# --- what an operator may not do to a slice -------------------------------------------------------
+
+
+def _refuse_effects(op: Op) -> None:
+    """Raise for a node that a slice may not run, whatever its rule says."""
+    node = op.node
+    if _written_operands(node):
+        raise op.refuse(
+            "writes in place, into a value that is read elsewhere", "use the out-of-place form"
+        )
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if "mutation" in op.name or "triton" in op.name:
+            raise PassError(f"{op.name} ({graph.source_line(node)}) writes in place what it does not name")
+        raise op.refuse("runs a graph of its own, which is not looked into")
+
+
+def _item(op: Op) -> Decision:
+    source = op.place(op.node.args[0])
+    if not isinstance(source, Many):
+        raise op.refuse("picks from a value whose parts are not known")
+    return Decision(source.items[op.node.args[1]])  # pyright: ignore[reportArgumentType]
+
+
+def _check(op: Op, decision: Decision, symbols: frozenset[sympy.Symbol]) -> None:
+    """Hold a decision to what every right one satisfies, so that a rule which forgot a case refuses.
+
+    Every sliced operand that reaches a slice's call was looked at; the sliced dim has the size that
+    its rows say; sums and exact integers are kept in a dtype that holds them.
+    """
+    if decision.once or decision.first_slice or decision.drop:
+        return
+    reached = {name: decision.replace.get(name, arg) for name, arg in op.arguments.items()}
+    for node in _nodes_in(reached.values()):
+        if node not in op.seen and pl.is_sliced(op.place(node)):
+            raise op.refuse(f"uses {node.name}, which differs between slices, where it may not")
+    value = graph.fake_value(op.node)
+    match decision.placement:
+        case Many(items):
+            values = list(value) if isinstance(value, list | tuple) else []
+            if len(values) != len(items):
+                raise op.refuse(f"has {len(values)} results, and its rule says {len(items)}")
+        case placement:
+            values, items = [value], (placement,)
+    for item, result in zip(items, values, strict=True):
+        problem = pl.contradiction(item, result, op.batch, symbols)
+        if problem:
+            raise op.refuse(problem)
+
+
+def _nodes_in(arguments: Iterable[Any]) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(tuple(arguments), found.append)
+    return iter(found)
+
+
+def pinned_nodes(graph_: fx.Graph) -> frozenset[fx.Node]:
+    """Nodes whose storage is written in place: slices of it would be copies that miss the write."""
+    written = {
+        storage
+        for node in graph_.nodes
+        for operand in _written_operands(node)
+        for storage in storages_of(operand)
+    }
+    return frozenset(n for n in graph_.nodes if any(s in written for s in storages_of(n)))
+
+
+def storages_of(node: fx.Node) -> list[int]:
+    return [t.untyped_storage()._cdata for t in graph.tensors_of(graph.fake_value(node))]
+
+
+def _written_operands(node: fx.Node) -> list[fx.Node]:
+    """The operands that the schema of a call says it writes."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    arguments = pl.schema_arguments(node)
+    written = [
+        arguments[argument.name]
+        for argument in node.target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return list(_nodes_in(written))
+
+
+# --- values that are the same in every slice ------------------------------------------------------
+
+_CONSTANT_OPS = (
+    aten.view, aten.reshape, aten.repeat, aten.flatten, aten.to, aten._to_copy, aten.unsqueeze,
+    aten.expand, aten.remainder, aten.floor_divide, aten.t, aten.contiguous, aten.clone,
+)  # fmt: skip
+_MAX_CONSTANT = 4096
+
+
+def _whole(op: Op) -> pl.Whole:
+    try:
+        constant = _constant(op)
+    except Exception:  # only knowledge is lost
+        constant = None
+    return pl.Whole(constant, pl.fill_of(op.node))
+
+
+def _constant(op: Op) -> tuple[int, ...] | None:
+    """Elements of a small integer tensor that is known while compiling, such as
+    `arange(E).repeat(n)`, in row-major order."""
+    node = op.node
+    value = graph.fake_value(node)
+    if not isinstance(value, torch.Tensor) or not all(s.is_Integer for s in op.shape):
+        return None
+    if value.dtype not in (torch.int32, torch.int64) or pl.product(op.shape) > _MAX_CONSTANT:
+        return None
+    if graph.is_call(node, aten.arange):
+        start, end, step = op.get("start", 0), op.get("end"), op.get("step", 1)
+        is_literal = all(isinstance(n, int) for n in (start, end, step))
+        return tuple(range(start, end, step)) if is_literal else None
+    if not graph.is_call(node, *_CONSTANT_OPS) or len(op.operands) != 1:
+        return None
+    source = op.place(op.operands[0])
+    if not isinstance(source, pl.Whole) or source.constant is None:
+        return None
+    shape = [int(size) for size in pl.shape_of(op.operands[0])]
+    tensor = torch.tensor(source.constant, dtype=torch.int64).reshape(shape)
+    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: tensor)
+    return tuple(node.target(*args, **kwargs).reshape(-1).tolist())  # pyright: ignore
+
+
+# --- what is computed once ------------------------------------------------------------------------
+
+
+def _join(op: Op, refusal: Refusal) -> Decision:
+    """Compute the node once, on joined operands; rows in batch order are sliced again after it."""
+    blocked = [n for n in op.operands if not pl.is_joinable(op.place(n))]
+    if blocked:
+        raise _Unjoinable(op.node, blocked, refusal)
+    value = graph.fake_value(op.node)
+    if isinstance(value, list | tuple):
+        placement: pl.Placement = Many(tuple(_sliced_again(op, item) for item in value))
+    else:
+        placement = _sliced_again(op, value)
+    return Decision(placement, once=True)
+
+
+def _sliced_again(op: Op, value: Any) -> pl.Placement:
+    """Where a whole result is cut for the slices that read it: where an operand was."""
+    if not isinstance(value, torch.Tensor):
+        return pl.WHOLE
+    shape = [pl.expression(size) for size in value.shape]
+    for operand in op.operands:
+        match op.place(operand):
+            case Split(dim, Base(per_batch_row)) if dim < len(shape) and pl.same(
+                shape[dim], per_batch_row * op.batch
+            ):
+                return Split(dim, Base(per_batch_row))
+    return pl.WHOLE
+
+
+_KEY = re.compile(r"hist:([^:]+)")
+
+
+def _keys(placement: pl.Placement) -> set[str]:
+    """The routing keys that a placement depends on."""
+    match placement:
+        case Split(_, pl.Sorted(_, key)) | Split(_, pl.Received(_, _, pl.Sorted(_, key))):
+            return {key}
+        case Split(_, pl.Length(length)):
+            return set(_KEY.findall(length.base))
+        case Split(_, _, pl.RowIndex(pl.Sorted(_, key))):
+            return {key}
+        case pl.Counts(form) | pl.Scalar(form):
+            return set(_KEY.findall(form.base))
+        case Many(items):
+            return {key for item in items for key in _keys(item)}
+        case _:
+            return set()
+
+
+def _without_forced(placement: pl.Placement, forced: frozenset[str]) -> pl.Placement:
+    """Ids whose exchange must stay un-sliced are plain data: what is routed by them is joined."""
+    match placement:
+        case Split(dim, rows, pl.Ids(key)) | Split(dim, rows, pl.OneHot(pl.Ids(key))) if key in forced:
+            return Split(dim, rows)
+        case Many(items):
+            return Many(tuple(_without_forced(item, forced) for item in items))
+        case _:
+            return placement
+
+
+# --- the region -----------------------------------------------------------------------------------
+
+
+def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    return seen
+
+
+def _sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tuple[str, ...]:
+    return tuple(
+        node.name
+        for node in gm.graph.nodes
+        if collectives.is_start(node)
+        and not decisions[node].once
+        and pl.is_sliced(decisions[node].placement)
+    )
+
+
+def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
+    """Leave out of the region what gains nothing: lookups of inputs before it; behind its last
+    collective whatever is whole already, and products that would enlarge what has to be joined."""
+    before_start = _ancestors(n for n in gm.graph.nodes if collectives.is_start(n))
+    result = dict(plan.decisions)
+
+    def is_whole(node: fx.Node) -> bool:
+        return result[node].once or not pl.is_sliced(result[node].placement)
+
+    for node, decision in plan.decisions.items():
+        sliced = [n for n in node.all_input_nodes if pl.is_sliced(plan.decisions[n].placement)]
+        if decision.once or not isinstance(decision.placement, Split):
+            continue
+        if not all(pl.is_joinable(plan.decisions[n].placement) for n in (node, *sliced)):
+            continue
+        all_whole = all(is_whole(n) for n in sliced)
+        is_lookup = all_whole and graph.is_call(node, aten.embedding)
+        is_tail = node not in before_start
+        if is_lookup or (is_tail and (all_whole or _enlarges(node, sliced))):
+            result[node] = Decision(decision.placement, once=True)
+    return dataclasses.replace(
+        plan, decisions=result, sliced_starts=_sliced_starts(gm, result)
+    )
+
+
+def _enlarges(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+    if not graph.is_call(node, *_HEAVY):
+        return False
+    inputs = sum(pl.product(pl.shape_of(n)) for n in operands)
+    ratio = sympy.cancel(pl.product(pl.shape_of(node)) / inputs) if inputs != 0 else sympy.nan
+    return bool(ratio.is_number and ratio > 1)
+
+
+def _place_of(node: fx.Node) -> str:
+    module, line = graph.module_path(node), graph.source_line(node)
+    at = f" ({line})" if line else ""
+    return f"{module or node.name}{at}"
