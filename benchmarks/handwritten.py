@@ -162,7 +162,8 @@ def attend(shape: Shape, layer: Layer, x_BTD: Tensor, linear: Linear) -> Routed:
 def run_experts(layer: Layer, rows_RD: Tensor, counts: Splits, linear: Linear) -> Tensor:
     """The rows arrive by source rank, then local expert: `counts` of each, and leave so."""
     experts = len(layer.up)
-    pieces, results = rows_RD.split(counts), list[Tensor]()
+    pieces = rows_RD.split(counts)
+    results: list[Tensor] = []
     for expert, (up, down) in enumerate(zip(layer.up, layer.down, strict=True)):
         mine = torch.cat(pieces[expert::experts])
         done = linear(F.silu(linear(mine, up)), down)

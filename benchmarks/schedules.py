@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest import mock
 
@@ -125,7 +125,7 @@ def _torch_timeline(gm: fx.GraphModule, us: _CostFunction) -> simulate.Timeline:
 
 
 @contextlib.contextmanager
-def _some_device() -> Iterator[None]:
+def _some_device() -> Generator[None]:
     """torch's scheduler asks for a GPU's figures even where all costs are given."""
     module = "torch.utils._runtime_estimation"
     with (
@@ -150,7 +150,7 @@ def _cell(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     arguments = parser.parse_args()
     measured = rows()

@@ -46,6 +46,7 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     if os.environ.get("OVERLAP_DISABLE") == "1":
         return as_written(gm, example_inputs)
     _restart_with_symbolic_sizes(gm, example_inputs)
+    _unify_sizes(gm)
     began = time.perf_counter()
     record = Compilation.begin(config, example_inputs)
     compiled = _compile(gm, example_inputs, record)
@@ -103,6 +104,20 @@ def _restart_with_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[An
                 marked = True
     if marked:
         raise restart(restart_reason="overlap: sizes of the data become symbolic")
+
+
+def _unify_sizes(gm: fx.GraphModule) -> None:
+    """Give equal sizes of the data one symbol, dim by dim, as Dynamo does for sizes that it makes
+    dynamic itself: inputs and labels share their batch. Comparing two symbols guards on it."""
+    first: dict[tuple[int, int], torch.SymInt] = {}
+    for node in graph.placeholders(gm.graph):
+        value = graph.fake_value(node)
+        if not isinstance(value, torch.Tensor) or graph.is_module_state(node):
+            continue
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.has_hint():
+                other = first.setdefault((dim, size.node.hint), size)
+                assert other == size
 
 
 def _may_become_symbolic(value: torch.Tensor, dim: int, size: int | torch.SymInt) -> bool:
@@ -200,7 +215,9 @@ def _partition(
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:
     """Peak bytes in program order, saved activations counted, parameters not."""
-    costs = cost.estimate(gm, session.ctx.fact(Profile), session.ctx.group_size)
+    sizes = cost.nominal_sizes(gm)
+    session.ctx.provide(sizes)
+    costs = cost.estimate(gm, session.ctx.fact(Profile), session.ctx.group_size, sizes)
     program = simulate.extract(gm, costs)
     return simulate.peak_memory(program, range(len(program)))[0]
 

@@ -78,7 +78,7 @@ class Compilation:
 
     config: Config
     code: int | None
-    parameters: tuple[weakref.ref[torch.Tensor], ...]
+    parameters: tuple[weakref.ref[torch.nn.Parameter], ...]
     profile: Profile | None = None
     slices: int = 1
     sliced_starts: tuple[str, ...] = ()

@@ -17,8 +17,8 @@ plus its volume over its link.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import sympy
 import torch
@@ -85,7 +85,7 @@ class Sizes:
     """Nominal values of symbolic sizes: equal on all ranks, whatever their hints are."""
 
     def __init__(self) -> None:
-        self._values: dict[sympy.Symbol, int] = {}
+        self._values: dict[sympy.Basic, int] = {}
         self._cache: dict[sympy.Expr, int] = {}
 
     def size(self, size: int | torch.SymInt) -> int:
@@ -127,12 +127,10 @@ class Sizes:
         return sorted((s for s in symbols if s not in self._values), key=str)
 
     def _evaluate(self, expr: sympy.Expr, size: torch.SymInt) -> int:
-        values = {
-            s: sympy.Integer(self._value(s, size)) for s in sorted(expr.free_symbols, key=str)
-        }
-        return int(expr.xreplace(values))
+        values = {symbol: sympy.Integer(self._value(symbol, size)) for symbol in expr.free_symbols}
+        return int(cast(sympy.Integer, expr.xreplace(values)))
 
-    def _value(self, symbol: sympy.Symbol, size: torch.SymInt) -> int:
+    def _value(self, symbol: sympy.Basic, size: torch.SymInt) -> int:
         if symbol in self._values:
             return self._values[symbol]
         sources = size.node.shape_env.var_to_sources.get(symbol, [])
@@ -161,7 +159,7 @@ def _shares_rows(node: fx.Node) -> bool:
 
 
 def _bind_shares(node: fx.Node, sizes: Sizes) -> None:
-    args = _fake_arguments(node)[0]
+    args: Any = _fake_arguments(node)[0]
     if graph.is_call(node, _aten.split_with_sizes):
         dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
         totals, parts = [args[0].shape[dim]], [args[1]]
@@ -224,12 +222,19 @@ def register_cost(op: Any, cost: CostFunction) -> None:
     _COSTS[op] = cost
 
 
-def estimate(gm: fx.GraphModule, profile: Profile, group_size: Callable[[str], int]) -> Costs:
+def estimate(
+    gm: fx.GraphModule,
+    profile: Profile,
+    group_size: Callable[[str], int],
+    sizes: Sizes | None = None,
+) -> Costs:
     """Costs of every node of `gm` on `profile`; `group_size` gives a group's ranks by its name.
 
-    Equal for ranks whose graphs differ only in symbol hints. Nodes need fake values.
+    `sizes` are those of the joint graph that `gm` is a part of: a part alone may not show what
+    binds its data-dependent symbols. Equal for ranks whose graphs differ only in symbol hints.
+    Nodes need fake values.
     """
-    sizes = nominal_sizes(gm)
+    sizes = sizes or nominal_sizes(gm)
     on_device = any(_is_on_device(node) for node in gm.graph.nodes)
 
     def cost(node: fx.Node) -> NodeCost:
@@ -396,7 +401,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def _fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return fx.map_arg((node.args, node.kwargs), graph.fake_value)
+    return cast(Any, fx.map_arg((node.args, node.kwargs), graph.fake_value))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

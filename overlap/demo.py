@@ -31,9 +31,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from overlap import report, target
+from overlap.config import Config
 from overlap.errors import ConfigError
 from overlap.report import MeasuredStep, Report
-from overlap.runtime import link, memory
+from overlap.runtime import fake, link, memory
 from overlap.runtime.launch import LaunchOptions, launch
 from overlap.target import MeshSpec
 
@@ -67,6 +68,7 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         link.LinkConfig(self.link_mbit)
+        Config(slices=self.slices)
         if self.steps < 1:
             raise ConfigError(f"steps is {self.steps!r}; expected at least 1")
         if self.num_ranks < 1:
@@ -121,7 +123,7 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         if len(values) == 1:
-            return cls(*values * 4)
+            return cls(*[values[0]] * 4)
         q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
         return cls(min(values), q1, median, q3)
 
@@ -160,6 +162,11 @@ class DemoResult:
     measured: Mapping[str, MeasuredStep]
     report: Report | None
 
+    @property
+    def num_steps(self) -> int:
+        """Timed steps of all variants."""
+        return len(self.variants) * self.options.num_rounds * BLOCK_STEPS
+
     def variant(self, name: str) -> Variant:
         return next(variant for variant in self.variants if variant.name == name)
 
@@ -176,7 +183,7 @@ class DemoResult:
             "peak_bytes": overlap.peak_bytes,
             "link": {"kind": "emulated", "mbit": self.options.link_mbit},
             "ranks": self.options.num_ranks,
-            "steps": len(self.variants) * self.options.num_rounds * BLOCK_STEPS,
+            "steps": self.num_steps,
         }
 
 
@@ -199,7 +206,12 @@ def _figures_json(variant: Variant) -> dict[str, Any]:
 
 
 def run(options: DemoOptions) -> DemoResult:
-    """Start the ranks, train, and sum up. Raises RankError, naming it, if a rank fails."""
+    """Start the ranks, train, and sum up.
+
+    Raises ConfigError before anything is started, RankError, naming it, if a rank fails.
+    """
+    with fake.world(options.num_ranks):  # what does not fit is said here, and once
+        target.make_step(TARGET, options.config, MeshSpec.of_world(options.num_ranks))
     launched = LaunchOptions(num_ranks=options.num_ranks, env=RANK_ENV)
     return summarize(options, launch(train, options, options=launched))
 
@@ -236,7 +248,7 @@ class _Trainer:
     def __init__(self, options: DemoOptions) -> None:
         self.options = options
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.plain = dist.new_group(backend="gloo")
+        self.plain: Any = dist.new_group(backend="gloo")
         self.copies = [self._copy(name) for name in (EAGER, OVERLAP, UNSLICED)]
         self.is_shared = self._find_shared(self.copies[0].module)
         console = Console(stderr=True)
@@ -440,6 +452,8 @@ def _paired_ratios(eager: Sequence[VariantRun], runs: Sequence[VariantRun]) -> l
 
 
 def _block_medians(runs: Sequence[VariantRun]) -> list[float]:
-    slowest = [max(f.step_ms for f in step) for step in zip(*(r.figures for r in runs), strict=True)]
+    slowest = [
+        max(f.step_ms for f in step) for step in zip(*(r.figures for r in runs), strict=True)
+    ]
     blocks = range(0, len(slowest), BLOCK_STEPS)
     return [statistics.median(slowest[first : first + BLOCK_STEPS]) for first in blocks]

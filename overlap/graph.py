@@ -111,15 +111,19 @@ def stack_trace(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's line behind a node as `file.py:88`, without folders; "" if unknown."""
+    """The user's line behind a node as `file.py:88`, without folders; "" if unknown. Frames inside
+    torch are skipped: the line that called them is the user's."""
     frames = _FRAME.findall(stack_trace(node))
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH_FOLDER)]
     if not frames:
         return ""
-    file, line = frames[-1]
+    file, line = (own or frames)[-1]
     return f"{os.path.basename(file)}:{line}"
 
 

@@ -245,7 +245,8 @@ def _pass_limit() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """The graph before a pass: what the pass is held to, and what a reproducer shows."""
+    """The graph before a pass: what the pass is held to, and what a reproducer shows; `lines` only
+    where the effect promises something about them."""
 
     dump: str
     code: str
@@ -257,7 +258,7 @@ def _run_pass(gm: fx.GraphModule, step: Pass, ctx: Context) -> None:
     before = _Before(
         printing.dump(gm),
         gm.code,
-        printing.lines(gm),
+        printing.lines(gm) if step.effect is not Effect.REWRITE else [],
         verify.signature(gm, keep_effects=step.effect is not Effect.REWRITE),
     )
     ctx.running = step.name

@@ -150,7 +150,15 @@ class Length:
     length: Form
 
 
-Rows = Base | Sorted | Received | Length
+@dataclasses.dataclass(frozen=True)
+class Picked:
+    """The slice's rows for which a mask holds, as many as there are; `mask` names the node that
+    numbered them."""
+
+    mask: str
+
+
+Rows = Base | Sorted | Received | Length | Picked
 
 # --- meaning: what the integers of a split value stand for ----------------------------------------
 
@@ -457,14 +465,22 @@ def contradiction(
     match placement:
         case Split(dim, Base(per_batch_row) | Sorted(_, _, per_batch_row)):
             rows = per_batch_row * batch
-            if not 0 <= dim < value.dim() or not same(expression(value.shape[dim]), rows):
+            size = expression(value.shape[dim]) if 0 <= dim < value.dim() else sympy.nan
+            # The way back of an exchange has as many rows as its splits say, by their proof.
+            is_by_splits = isinstance(placement.rows, Sorted) and not is_computable(size, symbols)
+            if not (is_by_splits or same(size, rows)):
                 return f"has the shape {list(value.shape)}, expected {rows} rows along dim {dim}"
             if not is_computable(per_batch_row, symbols):
                 return f"has {per_batch_row} rows for each batch row, which no input's sizes give"
         case Partial() if not holds_sums(value.dtype):
             return f"sums rows in {value.dtype}, expected fp32 or better for sums over slices"
         case Counts(form):
-            if form.matrix.shape[:-1] != tuple(value.shape):
+            sizes = zip(form.matrix.shape, value.shape, strict=False)
+            is_right = form.matrix.ndim == value.dim() + 1 and all(
+                same(expression(size), sympy.Integer(expected)) or isinstance(size, torch.SymInt)
+                for expected, size in sizes
+            )
+            if not is_right:
                 return f"has the shape {list(value.shape)}, expected {form.matrix.shape[:-1]} counts"
             if not holds(value.dtype, MAX_COUNT):
                 return f"counts rows in {value.dtype}, which is not exact"

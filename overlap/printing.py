@@ -44,6 +44,7 @@ _DTYPES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
+_ASSERTIONS = (torch.ops.aten._assert_scalar, torch.ops.aten._assert_async)
 _SYMBOL = re.compile(r"([A-Za-z_]+?)(\d+)")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -57,11 +58,22 @@ class Names(Protocol):
 class _OwnNames:
     """Symbols print under the names that the shape environment gave them."""
 
+    def __init__(self) -> None:
+        self._shown: dict[Any, str] = {}
+
+    def show(self, value: Any) -> str:
+        expr = value.node.expr
+        if expr not in self._shown:
+            self._shown[expr] = str(expr)
+        return self._shown[expr]
+
+
+class _Uncached:
     def show(self, value: Any) -> str:
         return str(value)
 
 
-OWN_NAMES: Names = _OwnNames()
+OWN_NAMES: Names = _Uncached()
 
 
 def dump(gm: fx.GraphModule) -> str:
@@ -84,7 +96,8 @@ def dump_diff(before: str, after: str) -> str:
 def lines(gm: fx.GraphModule) -> list[str]:
     """What each node computes, in order: no gutter, no tags, and symbols under their own names, so
     that moving or tagging a node changes no line."""
-    return [format_node(node) for node in gm.graph.nodes]
+    symbols = _OwnNames()
+    return [format_node(node, symbols) for node in gm.graph.nodes]
 
 
 def describe(node: fx.Node) -> str:
@@ -263,6 +276,8 @@ def _call(node: fx.Node, symbols: Names) -> str:
         return _start(node, symbols)
     if collectives.is_wait(node):
         return f"wait({', '.join(args)})"
+    if graph.is_call(node, *_ASSERTIONS):
+        args = args[:1]  # the rest is a message that spells out the condition
     name = _function_name(node.target)
     if name == "operator.getitem":
         is_tuple = isinstance(node.args[1], tuple)

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
@@ -27,6 +26,7 @@ from overlap.errors import ConfigError
 from overlap.pipeline import Remark
 from overlap.runtime.link import Record, Recording
 from overlap.simulate import Timeline
+from overlap.tables import Grid, megabytes, ms, percent
 
 WIDTH = 110
 NOMINAL = (
@@ -465,21 +465,6 @@ def collective_rows(report: Report) -> list[CollectiveRow]:
     ]
 
 
-def ms(us: float | None) -> str:
-    """Microseconds as milliseconds."""
-    if us is None:
-        return "-"
-    return f"{us / 1e3:.1f} ms" if us >= 1e3 else f"{us / 1e3:.2f} ms"
-
-
-def megabytes(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:.1f} MB"
-
-
-def percent(part: float) -> str:
-    return f"{100 * part:.0f} %"
-
-
 def headline(report: Report) -> str:
     slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along the batch"
     return (
@@ -493,8 +478,9 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if report.num_compilations > 1:
         yield Text(f"compiled {report.num_compilations} times; shown is the latest with a backward")
     if report.graphs:
-        yield graph_table(report)
-        yield collective_table(report)
+        yield graph_grid(report)
+        yield Text()
+        yield collective_grid(report)
         yield Text(NOMINAL)
     yield Text(reassociated_line(report))
     yield Text("\nremarks:" if report.remarks else "\nno remarks")
@@ -519,40 +505,33 @@ def count_remarks(report: Report) -> dict[str, int]:
     return counts
 
 
-def _table(*columns: str, num_left: int = 1) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < num_left else "right")
-    return table
-
-
-def graph_table(report: Report) -> Table:
+def graph_grid(report: Report) -> Grid:
     """Predicted figures of each graph, in program order and as scheduled."""
     columns = ("nodes", "predicted", "communication", "exposed", "hidden", "peak memory")
-    table = _table("graph", "order", *columns, num_left=2)
-    for one in report.graphs:
-        rows = (("of the program", one.before), (f"scheduled: {one.method}", one.after))
-        for order, timeline in rows:
-            table.add_row(
-                one.kind,
-                order,
-                str(one.num_nodes),
-                ms(timeline.makespan_us),
-                ms(timeline.comm_us),
-                ms(timeline.exposed_us),
-                percent(timeline.hidden),
-                megabytes(timeline.peak_bytes),
-            )
-    return table
+    rows = [
+        (
+            one.kind,
+            order,
+            str(one.num_nodes),
+            ms(timeline.makespan_us),
+            ms(timeline.comm_us),
+            ms(timeline.exposed_us),
+            percent(timeline.hidden),
+            megabytes(timeline.peak_bytes),
+        )
+        for one in report.graphs
+        for order, timeline in (("of the program", one.before), ("scheduled", one.after))
+    ]
+    return Grid(("graph", "order", *columns), tuple(rows), num_left=2)
 
 
-def collective_table(report: Report) -> Table:
+def collective_grid(report: Report) -> Grid:
     """Predicted, and where there is a measured step measured, times of the collectives."""
     is_measured = any(one.measured_us is not None for one in report.collectives)
     columns = ["slices", "predicted", "exposed"] + ["measured", "blocked"] * is_measured
-    table = _table("graph", "module", "collective", "group", *columns, num_left=4)
-    for row in collective_rows(report):
-        fields = ["comm_us", "exposed_us"] + ["measured_us", "measured_exposed_us"] * is_measured
-        figures = [ms(row.total(field)) for field in fields]
-        table.add_row(row.graph, row.module, row.title, row.group, row.slices, *figures)
-    return table
+    fields = ["comm_us", "exposed_us"] + ["measured_us", "measured_exposed_us"] * is_measured
+    rows = [
+        (row.graph, row.module, row.title, row.group, row.slices, *map(ms, map(row.total, fields)))
+        for row in collective_rows(report)
+    ]
+    return Grid(("graph", "module", "collective", "group", *columns), tuple(rows), num_left=4)

@@ -29,12 +29,13 @@ from overlap import simulate
 from overlap.simulate import Clock, Machine, Program, TaskKind, Timeline
 
 PROGRAM_ORDER = "program order"
+LOWEST_MEMORY = "lowest memory"
 
 _EPSILON_US = 1e-6
-_MIN_GAIN = 1e-4
+_MIN_GAIN = 1e-4  # relative: less is not worth moving a node
 _PATIENCE = 0.6
-_NUM_TRIES = 4
-_SEARCH_STEPS = 40_000
+_NUM_TRIES = 4  # tasks that memory refuses before the reference decides
+_SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
 _MIN_ATTEMPTS, _MAX_ATTEMPTS = 4, 200
 _NUM_FIXED_RULES = 6
 
@@ -45,7 +46,8 @@ class Schedule:
 
     order: positions in program order, as they should run.
     before, after: timelines of the program as written and in this order.
-    method: the priority that won; PROGRAM_ORDER if none was better.
+    method: the rule that won; PROGRAM_ORDER if none was better, LOWEST_MEMORY if the program's
+        own order breaks the cap and none beats the leanest order known.
     reasons: why nothing moved, or why the memory cap is not kept; empty if all went well.
     """
 
@@ -64,47 +66,37 @@ def schedule(program: Program, machine: Machine, memory_cap_bytes: int | None = 
     """
     written = tuple(range(len(program)))
     before = simulate.simulate(program, written, machine)
-    if memory_cap_bytes is None or before.peak_bytes <= memory_cap_bytes:
-        best = _Best(program, machine, written, PROGRAM_ORDER)
+    best = _Best(program, machine, written, PROGRAM_ORDER)
+    if memory_cap_bytes is not None and before.peak_bytes > memory_cap_bytes:
+        best = _Best(program, machine, _leaner(program, written), LOWEST_MEMORY)
+    peak_bytes, peak_at = simulate.peak_memory(program, best.order)
+    if memory_cap_bytes is not None and peak_bytes > memory_cap_bytes:
+        reason = (
+            f"no order found within the memory cap of {memory_cap_bytes} bytes; the lowest peak "
+            f"known is {peak_bytes}, at {program.names[peak_at]}: raise memory_budget"
+        )
     else:
-        lean = lean_order(program)
-        best = _Best(program, machine, lean, "lowest memory")
-        lean_peak = simulate.peak_memory(program, lean)[0]
-        if lean_peak > memory_cap_bytes:
-            return _over_cap(program, machine, before, lean, lean_peak, memory_cap_bytes)
-    _improve(best, _Shape(program), memory_cap_bytes)
-    after = simulate.simulate(program, best.order, machine)
-    return Schedule(best.order, before, after, best.method, _why_not(program, best))
+        _improve(best, memory_cap_bytes)
+        reason = _why_not(best)
+    after = before if best.order == written else simulate.simulate(program, best.order, machine)
+    return Schedule(best.order, before, after, best.method, (reason,) if reason else ())
 
 
-def _over_cap(
-    program: Program,
-    machine: Machine,
-    before: Timeline,
-    lean: tuple[int, ...],
-    lean_peak: int,
-    memory_cap_bytes: int,
-) -> Schedule:
-    is_lean_better = lean_peak < before.peak_bytes
-    order = lean if is_lean_better else tuple(range(len(program)))
-    after = simulate.simulate(program, order, machine)
-    reason = (
-        f"no order found within the memory cap of {memory_cap_bytes} bytes; the lowest peak "
-        f"known is {after.peak_bytes}, at {after.peak_at}: raise memory_budget"
-    )
-    return Schedule(
-        order, before, after, "lowest memory" if is_lean_better else PROGRAM_ORDER, (reason,)
-    )
+def _leaner(program: Program, order: tuple[int, ...]) -> tuple[int, ...]:
+    """The one of `order` and the lean order that peaks lower."""
+    lean = lean_order(program)
+    return min(order, lean, key=lambda each: simulate.peak_memory(program, each)[0])
 
 
-def _why_not(program: Program, best: _Best) -> tuple[str, ...]:
+def _why_not(best: _Best) -> str:
+    """Why program order was kept; "" if it was not."""
     if best.method != PROGRAM_ORDER:
-        return ()
-    if TaskKind.START not in program.kinds:
-        return ("nothing moved: the graph has no collective",)
+        return ""
+    if TaskKind.START not in best.program.kinds:
+        return "nothing moved: the graph has no collective"
     if best.is_optimal:
-        return ("nothing moved: program order meets the lower bound",)
-    return (f"nothing moved: none of {best.num_tried} priorities tried beats program order",)
+        return "nothing moved: program order meets the lower bound"
+    return f"nothing moved: none of {best.num_tried} priorities tried beats program order"
 
 
 def lower_bound_us(program: Program, machine: Machine) -> float:
@@ -172,11 +164,13 @@ def lean_order(program: Program) -> tuple[int, ...]:
     for task in range(program.num_inputs):
         run(task)
     while ready:
-        known, task = heapq.heappop(ready)
-        if (now := growth(task)) < known or (ready and now > ready[0][0]):
-            heapq.heappush(ready, (now, task))
-            continue
-        run(task)
+        _, task = heapq.heappop(ready)
+        # What a node frees changes as others run, so its place is checked when its turn comes.
+        now = (growth(task), task)
+        if ready and now > ready[0]:
+            heapq.heappush(ready, now)
+        else:
+            run(task)
     return (*order, last)
 
 
@@ -192,31 +186,32 @@ def _tails(program: Program, comm_weight: float) -> list[float]:
 
 
 class _Best:
-    """The best order so far: shortest, then of the lowest peak; and whether it can be beaten."""
+    """The best order so far, and whether it can be beaten."""
 
     def __init__(
         self, program: Program, machine: Machine, order: tuple[int, ...], method: str
     ) -> None:
         self.program = program
         self.machine = machine
-        self.bound_us = lower_bound_us(program, machine)
+        self.order = order
+        self.method = method
         self.num_tried = 0
-        self.order, self.method = order, method
-        self.makespan_us = simulate.makespan(program, order, machine)
+        self._us = simulate.makespan(program, order, machine)
+        self._bound_us = lower_bound_us(program, machine)
 
     @property
     def is_optimal(self) -> bool:
-        return self.makespan_us <= self.bound_us * (1 + _MIN_GAIN)
+        return self._us <= self._bound_us * (1 + _MIN_GAIN)
 
     def offer(self, order: tuple[int, ...], planned_us: float, method: str) -> None:
-        """Keep `order`, planned to take that long, if playing it says that it is better."""
+        """Keep `order`, planned to take that long, if playing it proves it better."""
         self.num_tried += 1
-        worth_us = self.makespan_us * (1 - _MIN_GAIN)
+        worth_us = self._us * (1 - _MIN_GAIN)
         if planned_us > worth_us:
             return
-        makespan_us = simulate.makespan(self.program, order, self.machine)
-        if makespan_us < worth_us:
-            self.order, self.method, self.makespan_us = order, method, makespan_us
+        us = simulate.makespan(self.program, order, self.machine)
+        if us <= worth_us:
+            self.order, self.method, self._us = order, method, us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,32 +229,27 @@ class _Rule:
     patience: float = 0.0
 
 
-def _improve(best: _Best, shape: _Shape, memory_cap_bytes: int | None) -> None:
-    """Try priorities until one meets the lower bound or the effort is spent."""
+def _improve(best: _Best, memory_cap_bytes: int | None) -> None:
+    """Try rules until the best order meets the lower bound or the effort is spent."""
     program = best.program
     if TaskKind.START not in program.kinds:
         return
+    shape = _Shape(program)
+    references = [best.order]
     num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, _SEARCH_STEPS // len(program)))
-    first, lean = best.order, None
     for i, rule in enumerate(itertools.islice(_rules(program), num_attempts)):
         if best.is_optimal:
             return
         budget = None
         if memory_cap_bytes is not None:
-            lean = lean or _lean_reference(program, memory_cap_bytes, otherwise=first)
-            reference = first if i < _NUM_FIXED_RULES else (first, lean, best.order)[i % 3]
+            if i == _NUM_FIXED_RULES:
+                lean = lean_order(program)
+                fits = simulate.peak_memory(program, lean)[0] <= memory_cap_bytes
+                references += [lean, best.order] if fits else [best.order]
+            reference = references[i % len(references)]
             budget = _Budget(program, shape, reference, memory_cap_bytes)
-        order, makespan_us = _ListScheduler(program, best.machine, shape, rule, budget).run()
-        best.offer(order, makespan_us, rule.name)
-
-
-def _lean_reference(
-    program: Program, memory_cap_bytes: int, otherwise: tuple[int, ...]
-) -> tuple[int, ...]:
-    """An order of low memory, which leaves the scheduler more room than the program's own."""
-    lean = lean_order(program)
-    fits = simulate.peak_memory(program, lean)[0] <= memory_cap_bytes
-    return lean if fits else otherwise
+        order, planned_us = _ListScheduler(program, best.machine, shape, rule, budget).run()
+        best.offer(order, planned_us, rule.name)
 
 
 def _rules(program: Program) -> Iterator[_Rule]:
@@ -525,10 +515,8 @@ class _ListScheduler:
 
     def _block(self) -> None:
         """Wait for the next collective to arrive."""
-        finish_us = self._clock.next_finish_us()
-        assert finish_us is not None, "nothing is in flight"
         first_seen = len(self._clock.finished)
-        self._clock.skip_to(finish_us)
+        self._clock.block()
         self._arrive()
         for start in self._clock.finished[first_seen:]:
             for wait in self._shape.waits[start]:
@@ -566,7 +554,8 @@ class _ListScheduler:
         front = self._budget.front
         if front == len(self._program) - 1:
             return False
-        assert self._try(front), f"{self._program.names[front]} does not fit its own reference"
+        has_run = self._try(front)
+        assert has_run, f"{self._program.names[front]} does not fit its own reference"
         return True
 
     def _start_collectives(self, horizon_us: float) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -296,10 +297,11 @@ def _is_other_effect(node: fx.Node) -> bool:
         return False
     if collectives.is_start(node) or collectives.is_wait(node):
         return False
+    if graph.draws_random_numbers(node):
+        return True
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
-        return torch.Tag.nondeterministic_seeded in target.tags
-    return node.is_impure()
+    is_mutable = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+    return not is_mutable and node.is_impure(impure_random=False)
 
 
 def _dependencies(
@@ -313,7 +315,7 @@ def _dependencies(
 
 
 def _chain(positions: Sequence[int], deps: list[dict[int, None]]) -> None:
-    for before, after in zip(positions, positions[1:], strict=False):
+    for before, after in itertools.pairwise(positions):
         deps[after][before] = None
 
 
@@ -419,17 +421,17 @@ class Clock:
             if self._left_us[group] * share[links[group]] <= step_us + _EPSILON_US
         ]
 
-    def skip_to(self, us: float) -> None:
-        """Let the compute queue idle until then."""
-        self.time_us = max(self.time_us, us)
-        self._run_links(self.time_us)
+    def block(self) -> None:
+        """Let the compute queue idle until the next collective in flight finishes."""
+        self._advance(self._step_us())
+        self.time_us = max(self.time_us, self._link_us)
 
     def finish(self) -> float:
         """Let everything in flight arrive; the makespan in microseconds."""
-        end_us = max(self.time_us, self._host_us)
         while self._active:
-            self._run_links(self._link_us + self._step_us())
-        return max([end_us, *(self.end_us[start] for start in self.finished[-1:])])
+            self._advance(self._step_us())
+        last_us = [self.end_us[start] for start in self.finished[-1:]]
+        return max([self.time_us, self._host_us, *last_us])
 
     def _launch(self) -> float:
         """Charge the launch of one task; when the device could begin with it."""
@@ -462,18 +464,18 @@ class Clock:
     def _wait(self, start: int) -> None:
         while not self._is_finished[start]:
             assert self._active, f"{self._program.names[start]} was never started"
-            self._run_links(self._link_us + self._step_us())
+            self._advance(self._step_us())
         self.time_us = max(self.time_us, self.end_us[start])
 
     def _compute(self, work_us: float) -> None:
         factor = 1.0 + self._machine.contention
         while factor > 1.0 and self._active and work_us > 0:
             step_us = min(self._step_us(), work_us * factor)
-            self.time_us += step_us
+            self._advance(step_us)
+            self.time_us = self._link_us
             work_us -= step_us / factor
-            self._run_links(self.time_us)
             if work_us < _EPSILON_US:
-                work_us = 0.0
+                return
         self.time_us += work_us
         self._run_links(self.time_us)
 
@@ -483,22 +485,22 @@ class Clock:
         return min(self._left_us[g] * share[links[g]] for g in self._active)
 
     def _run_links(self, until_us: float) -> None:
-        if not self._active:
-            self._link_us = max(self._link_us, until_us)
-            return
         while self._active and self._link_us < until_us:
-            step_us = min(self._step_us(), until_us - self._link_us)
-            self._link_us += step_us
-            finished: list[int] = []
-            for group in self._active:
-                done_us = step_us / self._num_on_link[self._program.links[group]]
-                self._left_us[group] -= done_us
-                self._backlog_us[group] -= done_us
-                if self._left_us[group] < _EPSILON_US:
-                    finished.append(group)
-            for group in finished:
-                self._retire(group)
+            self._advance(min(self._step_us(), until_us - self._link_us))
         self._link_us = max(self._link_us, until_us)
+
+    def _advance(self, step_us: float) -> None:
+        """Let what is in flight go on for that long, at most until the next one finishes."""
+        self._link_us += step_us
+        finished: list[int] = []
+        for group in self._active:
+            done_us = step_us / self._num_on_link[self._program.links[group]]
+            self._left_us[group] -= done_us
+            self._backlog_us[group] -= done_us
+            if self._left_us[group] < _EPSILON_US:
+                finished.append(group)
+        for group in finished:
+            self._retire(group)
 
     def _retire(self, group: int) -> None:
         task = self._queues[group].popleft()

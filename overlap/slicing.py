@@ -142,6 +142,8 @@ class _Prover:
     """Decides node by node. Starts over with one more exchange left whole, as often as it has to.
 
     forced: by routing key, why what it routes is not sliced.
+    proven: nodes that some pass could slice; that they are refused now follows from `forced`.
+    placements, refused: of the pass over the graph that is under way, so far.
     """
 
     def __init__(self, gm: fx.GraphModule, batch_input: fx.Node) -> None:
@@ -151,21 +153,28 @@ class _Prover:
         self.symbols = _input_symbols(gm)
         self.pinned = pinned_nodes(gm.graph)
         self.forced: dict[str, Refused] = {}
+        self.proven: set[fx.Node] = set()
         self.placements: dict[fx.Node, pl.Placement] = {}
+        self.refused: list[Refused] = []
 
     def plan(self) -> Plan:
         while True:
             try:
-                decisions, refused = self._decide_all()
+                decisions = self._decide_all()
                 break
             except _Unjoinable as problem:
                 self._force(problem)
         starts = _sliced_starts(self.gm, decisions)
         reads = _ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
         forced = tuple(self.forced.values())
-        barriers = tuple(r for r in refused if r.node in reads)
+        barriers = (r for r in self.refused if r.node in reads and r.node not in self.proven)
         return Plan(
-            self.batch_input, self.batch, decisions, starts, (*forced, *refused), (*forced, *barriers)
+            self.batch_input,
+            self.batch,
+            decisions,
+            starts,
+            refused=(*forced, *self.refused),
+            remarks=tuple(_distinct([*forced, *barriers])),
         )
 
     def _force(self, problem: _Unjoinable) -> None:
@@ -177,17 +186,21 @@ class _Prover:
         if not found:
             raise PassError(f"{_place_of(problem.node)} cannot be sliced: {problem.refusal.reason}")
         for key in sorted(found):
-            self.forced[key] = Refused(
-                problem.node,
-                problem.refusal.reason,
-                "its exchange is not sliced",
-                problem.refusal.advice,
-            )
+            cause = self._first_cause(key, problem)
+            self.forced[key] = dataclasses.replace(cause, consequence="the exchange is not sliced")
 
-    def _decide_all(self) -> tuple[dict[fx.Node, Decision], list[Refused]]:
-        self.placements = {}
+    def _first_cause(self, key: str, problem: _Unjoinable) -> Refused:
+        """The first refusal on the way from the ids to the problem: what the user can change."""
+        before = _ancestors([problem.node])
+        for refused in self.refused:
+            reads = {node.name for node in _ancestors([refused.node])}
+            if refused.node in before and reads & set(key.split(".")):
+                return refused
+        return Refused(problem.node, problem.refusal.reason, "", problem.refusal.advice)
+
+    def _decide_all(self) -> dict[fx.Node, Decision]:
+        self.placements, self.refused = {}, []
         decisions: dict[fx.Node, Decision] = {}
-        refused: list[Refused] = []
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 self._check_output(node)
@@ -197,13 +210,14 @@ class _Prover:
                 decision = self._decide(op)
             except Refusal as refusal:
                 decision = _join(op, refusal)
-                if node not in self.pinned or _written_operands(node):
-                    why = "the slices are joined before it"
-                    refused.append(Refused(node, refusal.reason, why, refusal.advice))
+                why = "the slices are joined before it"
+                self.refused.append(Refused(node, refusal.reason, why, refusal.advice))
+            else:
+                self.proven.add(node)
             placement = _without_forced(decision.placement, frozenset(self.forced))
             self.placements[node] = placement
             decisions[node] = dataclasses.replace(decision, placement=placement)
-        return decisions, refused
+        return decisions
 
     def _check_output(self, node: fx.Node) -> None:
         blocked = [n for n in node.all_input_nodes if not pl.is_joinable(self.placements[n])]
@@ -225,7 +239,13 @@ class _Prover:
             return Decision(_whole(op), once=True)
         _refuse_effects(op)
         if node in self.pinned:
-            raise op.refuse("shares its storage with a value that is written in place")
+            writer = self.pinned[node]
+            raise op.refuse(
+                f"makes a value whose storage {writer.name}{_line(writer)} writes in place",
+                "use the out-of-place form",
+            )
+        if f"rows.{node.name}" in self.forced:
+            raise op.refuse("picks rows that cannot be kept apart")
         if node.target is operator.getitem:
             return _item(op)
         rule = pl.rule_for(node)
@@ -249,6 +269,14 @@ class _Prover:
         if is_data and value.dim() and pl.same(pl.expression(value.shape[0]), self.batch):
             return Split(0, Base(sympy.Integer(1)))
         return pl.WHOLE
+
+
+def _distinct(refused: Iterable[Refused]) -> Iterator[Refused]:
+    """One remark per node and reason: several keys may be refused for one."""
+    seen: dict[tuple[fx.Node, str], Refused] = {}
+    for item in refused:
+        seen.setdefault((item.node, item.reason), item)
+    return iter(seen.values())
 
 
 def _input_symbols(gm: fx.GraphModule) -> frozenset[sympy.Symbol]:
@@ -317,15 +345,17 @@ def _nodes_in(arguments: Iterable[Any]) -> Iterator[fx.Node]:
     return iter(found)
 
 
-def pinned_nodes(graph_: fx.Graph) -> frozenset[fx.Node]:
-    """Nodes whose storage is written in place: slices of it would be copies that miss the write."""
-    written = {
-        storage
+def pinned_nodes(graph_: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Nodes whose storage is written in place, with a node that writes it: slices of such a value
+    would be copies that miss the write."""
+    writers = {
+        storage: node
         for node in graph_.nodes
         for operand in _written_operands(node)
         for storage in storages_of(operand)
     }
-    return frozenset(n for n in graph_.nodes if any(s in written for s in storages_of(n)))
+    owners = ((node, storage) for node in graph_.nodes for storage in storages_of(node))
+    return {node: writers[storage] for node, storage in owners if storage in writers}
 
 
 def storages_of(node: fx.Node) -> list[int]:
@@ -424,6 +454,8 @@ def _keys(placement: pl.Placement) -> set[str]:
     match placement:
         case Split(_, pl.Sorted(_, key)) | Split(_, pl.Received(_, _, pl.Sorted(_, key))):
             return {key}
+        case Split(_, pl.Picked(mask)):
+            return {f"rows.{mask}"}
         case Split(_, pl.Length(length)):
             return set(_KEY.findall(length.base))
         case Split(_, _, pl.RowIndex(pl.Sorted(_, key))):
@@ -505,6 +537,9 @@ def _enlarges(node: fx.Node, operands: Sequence[fx.Node]) -> bool:
 
 
 def _place_of(node: fx.Node) -> str:
-    module, line = graph.module_path(node), graph.source_line(node)
-    at = f" ({line})" if line else ""
-    return f"{module or node.name}{at}"
+    return f"{graph.module_path(node) or node.name}{_line(node)}"
+
+
+def _line(node: fx.Node) -> str:
+    line = graph.source_line(node)
+    return f" ({line})" if line else ""

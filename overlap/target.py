@@ -147,7 +147,9 @@ def _import(name: str) -> Any:
         raise ConfigError(f"module {name!r} cannot be imported: {error}") from error
     path = _import(parent).__path__ if parent else [str(Path.cwd())]
     prefix = f"{parent}." if parent else ""
-    raise unknown_name("module", name, [prefix + found.name for found in pkgutil.iter_modules(path)])
+    raise unknown_name(
+        "module", name, [prefix + found.name for found in pkgutil.iter_modules(path)]
+    )
 
 
 def make_step(name: str, config: str | None, mesh: MeshSpec) -> Step:

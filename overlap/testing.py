@@ -1,10 +1,12 @@
 """Golden tests: keep a refactor from losing an overlap.
 
     def test_layer_keeps_its_overlap():
-        assert_overlap_golden(model, (x,), name="moe_layer")
+        with overlap.runtime.fake.world(num_ranks=8):
+            model = Layer(dist.group.WORLD)
+            assert_overlap_golden(model, (x,), name="layer")
 
-compiles the model without a GPU or a process group and compares two things with the stored golden
-`golden/moe_layer.graph` beside the test: the text of its graphs, and how much of each collective is
+compiles the model, without a GPU or another rank, and compares two things with the stored golden
+`golden/layer.graph` beside the test: the text of its graphs, and how much of each collective is
 hidden, and behind what. What differs is explained in words. `EXPECTTEST_ACCEPT=1 pytest` writes the
 golden anew; read its diff before you commit it.
 
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import inspect
 import os
 import re
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 
 from torch import fx
 
-from overlap import collectives, graph, printing
+from overlap import collectives, graph, printing, report
 from overlap.config import Config
 from overlap.errors import ConfigError
 from overlap.simulate import Event, Timeline
@@ -237,11 +238,9 @@ def assert_overlap_golden(
     config = config or Config()
     if config.hardware == "auto":
         config = dataclasses.replace(config, hardware=HARDWARE)
-    check_golden(make_golden(_compile(model_or_step, inputs, config)), Path(directory), name)
-
-
-def _compile(model_or_step: Any, inputs: Sequence[Any], config: Config) -> list[CompiledGraph]:
-    return importlib.import_module("overlap.report").compile_graphs(model_or_step, inputs, config)
+    check_golden(
+        make_golden(report.compile_graphs(model_or_step, inputs, config)), Path(directory), name
+    )
 
 
 def check_golden(golden: Golden, directory: Path, name: str) -> None:

@@ -5,7 +5,7 @@ Unit costs: every collective and every matrix product 1, the rest 0 (`overlap.co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ ROWS = 16
 
 
 @contextmanager
-def fake_world(size: int = 8) -> Iterator[None]:
+def fake_world(size: int = 8) -> Generator[None]:
     """A process group of `size` ranks in one process, which moves no data."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:

@@ -174,3 +174,18 @@ def test_two_processes_print_the_same():
     command = [sys.executable, "-c", f"{program}; print(dump(tagged()))"]
     other = subprocess.run(command, capture_output=True, text=True, check=True)
     assert other.stdout.rstrip("\n") == printing.dump(tagged())
+
+
+def test_messages_of_assertions_are_left_out():
+    nodes = fx.Graph()
+    condition = nodes.placeholder("condition")
+    message = "Runtime assertion failed for expression s77 > 0"
+    nodes.call_function(torch.ops.aten._assert_scalar.default, (condition, message))
+    nodes.output(())
+    assert_expected_inline(
+        printing.dump(fx.GraphModule(torch.nn.Module(), nodes)),
+        """\
+     condition = input
+     _assert_scalar_default = aten._assert_scalar(condition)
+     return ()""",
+    )

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from overlap import collectives, cost, graph, simulate, testing
+from overlap import collectives, cost, graph, report, simulate, testing
 from overlap.config import Config
 from overlap.errors import ConfigError
 from overlap.graph import Tag
@@ -196,21 +195,20 @@ def test_text_that_is_no_golden():
 
 
 @pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def configs(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     """A compiler that returns its model; the list holds the config of each call."""
-    configs: list[Config] = []
+    seen: list[Config] = []
 
     def compile_graphs(model: Any, inputs: Any, config: Config) -> list[Compiled]:
-        configs.append(config)
+        seen.append(config)
         return [compiled(model)]
 
-    fake = types.SimpleNamespace(compile_graphs=compile_graphs)
-    monkeypatch.setitem(sys.modules, "overlap.report", fake)
-    return configs
+    monkeypatch.setattr(report, "compile_graphs", compile_graphs)
+    return seen
 
 
 def test_the_golden_is_compared_and_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: list[Config]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configs: list[Config]
 ):
     directory = tmp_path / "golden"
 
@@ -263,22 +261,22 @@ if this is what you want: EXPECTTEST_ACCEPT=1 pytest writes it anew""",
 
 
 def test_figures_do_not_depend_on_the_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: list[Config]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configs: list[Config]
 ):
     monkeypatch.setattr(testing, "check_golden", lambda golden, path, name: None)
     for config in (None, Config(hardware="cpu", slices=2)):
         assert_overlap_golden(tagged(), (), name="x", config=config, directory=tmp_path)
-    assert report == [Config(hardware=testing.HARDWARE), Config(hardware="cpu", slices=2)]
+    assert configs == [Config(hardware=testing.HARDWARE), Config(hardware="cpu", slices=2)]
 
 
-def test_the_golden_lies_beside_the_caller(report: list[Config], monkeypatch: pytest.MonkeyPatch):
+def test_the_golden_lies_beside_the_caller(configs: list[Config], monkeypatch: pytest.MonkeyPatch):
     seen: list[Path] = []
     monkeypatch.setattr(testing, "check_golden", lambda golden, path, name: seen.append(path))
     assert_overlap_golden(tagged(), (), name="layer")
     assert seen == [Path(__file__).parent / "golden"]
 
 
-def test_a_name_that_is_no_file_name(report: list[Config]):
+def test_a_name_that_is_no_file_name(configs: list[Config]):
     with pytest.raises(ConfigError) as error:
         assert_overlap_golden(tagged(), (), name="../x")
     expected = "expected letters, digits, '.', '_' or '-' in a name, found '../x'"
@@ -286,9 +284,9 @@ def test_a_name_that_is_no_file_name(report: list[Config]):
 
 
 GOLDEN_TEST = """\
-from tests.test_testing import report, tagged
+from tests.test_testing import configs, tagged
 
-def test_layer(overlap_golden, report):
+def test_layer(overlap_golden, configs):
     overlap_golden(tagged(), ())
     overlap_golden(tagged(), (), name="other")
 """

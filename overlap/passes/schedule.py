@@ -54,7 +54,8 @@ class Schedule:
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         profile = ctx.fact(Profile)
-        program = simulate.extract(gm, cost.estimate(gm, profile, ctx.group_size))
+        sizes = ctx.fact_or_none(cost.Sizes)
+        program = simulate.extract(gm, cost.estimate(gm, profile, ctx.group_size, sizes))
         machine = simulate.Machine.of(profile)
         result = schedule.schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
         for reason in result.reasons:

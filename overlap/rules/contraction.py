@@ -1,12 +1,14 @@
-"""Matrix products, attention, norms and lookups. The sliced dim passes where it is a dim of rows or
-a batch dim; contracting it would mix slices and is refused."""
+"""Matrix products, convolutions, attention, norms and lookups. The sliced dim passes where it is a
+dim of rows or a batch dim; contracting it, or normalising over it, mixes slices and is refused."""
 
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from overlap import placement as pl
 from overlap.placement import Counts, Decision, Op, Split, Whole
+from overlap.rules.elementwise import Narrow, narrow_to
 
 aten = torch.ops.aten
 
@@ -18,61 +20,67 @@ def _data(op: Op, name: str) -> Split | Whole:
         case Whole() as whole:
             return whole
         case _:
-            raise op.refuse(f"has no rule for its operand {name}")
+            raise op.refuse(f"has no rule for its operand {name}, {op[name]}")
 
 
-@pl.register_rule(aten.linear)
-def linear(op: Op) -> Decision:
-    x, weight = _data(op, "input"), _data(op, "weight")
-    bias = op.place(op["bias"])
-    if not (isinstance(x, Split) and isinstance(weight, Whole) and isinstance(bias, Whole)):
-        raise op.refuse("multiplies by a weight that differs between slices")
-    if x.dim == len(op.shape) - 1:
-        raise op.refuse("contracts the sliced dim")
-    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+def _all_whole(op: Op, *names: str) -> bool:
+    return all(isinstance(op.place(op.get(name)), Whole) for name in names)
 
 
 def _weight_gradient(op: Op) -> str:
     return f"{op.node.name}: weight gradient, a sum over sliced rows"
 
 
-@pl.register_rule(aten.matmul, aten.mm, aten.bmm)
+def _contracts(op: Op) -> pl.Refusal:
+    return op.refuse("contracts the dim along which the batch is sliced")
+
+
+@pl.register_rule(aten.linear)
+def linear(op: Op) -> Decision:
+    x = _data(op, "input")
+    if not isinstance(x, Split) or not _all_whole(op, "weight", "bias"):
+        raise op.refuse("multiplies by a weight that differs between slices")
+    if x.dim == len(pl.shape_of(op["input"])) - 1:
+        raise _contracts(op)
+    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+
+
+@pl.register_rule(aten.matmul, aten.mm, aten.bmm, aten.mv, aten.dot)
 def matmul(op: Op) -> Decision:
-    names = ("self", "other" if "other" in op.arguments else "mat2")
+    names = ("self", next(n for n in ("other", "mat2", "vec", "tensor") if n in op.arguments))
     a, b = (_data(op, name) for name in names)
     node_a, node_b = (op[name] for name in names)
-    shape_a, shape_b = pl.shape_of(node_a), pl.shape_of(node_b)
-    if min(len(shape_a), len(shape_b)) < 2:
-        raise op.refuse("has no rule for a vector operand")
+    num_a, num_b = len(pl.shape_of(node_a)), len(pl.shape_of(node_b))
+    at_a = a.dim - num_a if isinstance(a, Split) else None
+    at_b = b.dim - num_b if isinstance(b, Split) else None
+    if at_a == -1 or at_b == (-1 if num_b == 1 else -2):
+        raise _contracts(op)
+    if min(num_a, num_b) == 1:
+        return _times_vector(op, a, b, num_a, num_b)
     num_dims = len(op.shape)
     match a, b:
-        case Split(dim, rows), Whole():
-            at = dim - len(shape_a)
-            if at == -1:
-                raise op.refuse("contracts the sliced dim")
-            narrow = _narrow_batch(op, node_b, shape_b, at, rows) if at < -2 else {}
-            note = _weight_gradient(op) if not narrow else ""
-            return Decision(Split(num_dims + at, rows), narrow, reassociates=note)
-        case Whole(), Split(dim, rows):
-            at = dim - len(shape_b)
-            if at == -2:
-                raise op.refuse("contracts the sliced dim")
-            narrow = _narrow_batch(op, node_a, shape_a, at, rows) if at < -2 else {}
-            return Decision(Split(num_dims + at, rows), narrow)
-        case Split(dim_a, rows), Split(dim_b, rows_b) if rows == rows_b:
-            at = dim_a - len(shape_a)
-            if at == dim_b - len(shape_b) and at < -2:
-                return Decision(Split(num_dims + at, rows))
-    raise op.refuse("mixes rows of different slices")
+        case Split(rows=rows), Whole():
+            narrow = narrow_to(op, node_b, at_a, rows) if at_a < -2 else {}
+            note = "" if narrow else _weight_gradient(op)
+            return Decision(Split(num_dims + at_a, rows), narrow, reassociates=note)
+        case Whole(), Split(rows=rows):
+            narrow = narrow_to(op, node_a, at_b, rows) if at_b < -2 else {}
+            note = "" if narrow else _weight_gradient(op)
+            return Decision(Split(num_dims + at_b, rows), narrow, reassociates=note)
+        case Split(rows=rows), Split(rows=rows_b) if rows == rows_b and at_a == at_b < -2:
+            return Decision(Split(num_dims + at_a, rows))
+    raise op.refuse("multiplies rows of different slices")
 
 
-def _narrow_batch(op, node, shape, at, rows):
-    dim = len(shape) + at
-    if dim < 0 or shape[dim] == 1:
-        return {}
-    if isinstance(rows, pl.Base) and pl.same(shape[dim], rows.per_batch_row * op.batch):
-        return {node: (dim, rows.per_batch_row)}
-    raise op.refuse(f"aligns {node.name}, a whole value, with rows of another order")
+def _times_vector(op: Op, a: Split | Whole, b: Split | Whole, num_a: int, num_b: int) -> Decision:
+    """One operand is a whole vector that the other's last (or next to last) dim meets."""
+    match a, b:
+        case Split(dim, rows), Whole() if num_b == 1:
+            return Decision(Split(dim, rows), reassociates=_weight_gradient(op))
+        case Whole(), Split(dim, rows) if num_a == 1:
+            at = dim if dim < num_b - 2 else dim - 1
+            return Decision(Split(at, rows), reassociates=_weight_gradient(op))
+    raise op.refuse("multiplies rows of different slices")
 
 
 @pl.register_rule(aten.addmm)
@@ -81,35 +89,45 @@ def addmm(op: Op) -> Decision:
     match a, b, bias:
         case Split(0, rows), Whole(), Whole() if len(pl.shape_of(op["self"])) == 1:
             return Decision(Split(0, rows), reassociates=_weight_gradient(op))
-    raise op.refuse("mixes rows of different slices")
+        case Split(1), Whole(), _:
+            raise _contracts(op)
+    raise op.refuse("multiplies or adds rows of different slices")
 
 
 @pl.register_rule(aten.einsum)
 def einsum(op: Op) -> Decision:
+    """The letter of the sliced dim is one, is kept, and is cut in every operand that has it."""
     equation = op["equation"].replace(" ", "")
     if "->" not in equation or "." in equation:
-        raise op.refuse("has no rule for an equation without '->' or with '...'")
+        raise op.refuse("has no rule for an equation without '->' or with '...'", "spell it out")
     inputs, output = equation.split("->")
-    letter: str | None = None
-    rows: pl.Rows | None = None
-    for letters, tensor in zip(inputs.split(","), op["tensors"], strict=True):
+    pairs = list(zip(inputs.split(","), op["tensors"], strict=True))
+    letter, rows = _sliced_letter(op, pairs)
+    if letter not in output:
+        raise _contracts(op)
+    if any(letters.count(letter) > 1 for letters in (output, *inputs.split(","))):
+        raise op.refuse("takes a diagonal of the dim along which the batch is sliced")
+    narrow: Narrow = {}
+    for letters, tensor in pairs:
+        if isinstance(op.place(tensor), Whole) and letter in letters:
+            narrow |= narrow_to(op, tensor, letters.index(letter) - len(letters), rows)
+    note = _weight_gradient(op)
+    return Decision(Split(output.index(letter), rows), narrow, reassociates=note)
+
+
+def _sliced_letter(op: Op, pairs: list[tuple[str, fx.Node]]) -> tuple[str, pl.Rows]:
+    found: dict[tuple[str, pl.Rows], None] = {}
+    for letters, tensor in pairs:
         match op.place(tensor):
-            case Split(dim, r, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
-                if letter not in (None, letters[dim]) or rows not in (None, r):
-                    raise op.refuse("mixes rows of different slices")
-                letter, rows = letters[dim], r
+            case Split(dim, rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
+                found[letters[dim], rows] = None
             case Whole():
                 pass
             case _:
-                raise op.refuse("has no rule for its operands")
-    if letter is None or rows is None or letter not in output:
-        raise op.refuse("contracts the sliced dim")
-    narrow = {}
-    for letters, tensor in zip(inputs.split(","), op["tensors"], strict=True):
-        if isinstance(op.place(tensor), Whole) and letter in letters:
-            at = letters.index(letter) - len(letters)
-            narrow |= _narrow_batch(op, tensor, pl.shape_of(tensor), at, rows)
-    return Decision(Split(output.index(letter), rows), narrow, reassociates=_weight_gradient(op))
+                raise op.refuse(f"has no rule for its operand {tensor.name}")
+    if len(found) != 1:
+        raise op.refuse("multiplies rows of different slices")
+    return next(iter(found))
 
 
 @pl.register_rule(aten._grouped_mm)
@@ -122,11 +140,12 @@ def grouped_mm(op: Op) -> Decision:
         ):
             ends = list(form.rows)
         case _:
-            raise op.refuse("has no rule for these operands")
+            raise op.refuse("has no rule for these operands", "group received rows by their counts")
     reached: list[pl.Form] = []
     for segment in received.segments:
         reached.append(segment.length if not reached else reached[-1] + segment.length)
-    if any(end not in reached for end in ends) or ends[-1] != reached[-1]:
+    borders = [reached.index(end) if end in reached else -1 for end in ends]
+    if -1 in borders or borders != sorted(borders) or ends[-1] != reached[-1]:
         raise op.refuse("cuts received rows inside a run of one expert")
     return Decision(Split(0, received), reassociates=_weight_gradient(op))
 
@@ -134,52 +153,89 @@ def grouped_mm(op: Op) -> Decision:
 @pl.register_rule(aten.scaled_dot_product_attention)
 def attention(op: Op) -> Decision:
     q, k, v = (_data(op, name) for name in ("query", "key", "value"))
-    if not (isinstance(q, Split) and q == k == v and q.dim < len(op.shape) - 2):
+    num_dims = len(op.shape)
+    is_alike = isinstance(q, Split) and isinstance(k, Split) and isinstance(v, Split)
+    if not is_alike or not (q.rows == k.rows == v.rows and q.dim == k.dim == v.dim):
         raise op.refuse("attends across rows of different slices")
-    if op["enable_gqa"] and q.dim == len(op.shape) - 3:
-        raise op.refuse("with grouped heads is sliced along the heads")
+    if q.dim >= num_dims - 2:
+        raise op.refuse(
+            f"attends along dim {q.dim}, along which the batch is sliced",
+            "give every document its own batch row",
+        )
+    if op["enable_gqa"] and q.dim == num_dims - 3:
+        raise op.refuse("with enable_gqa is sliced along the heads")
     if op["dropout_p"] != 0:
-        raise op.refuse("draws random numbers", "set dropout_p=0")
+        raise op.refuse("draws random numbers for the whole batch", "set dropout_p=0")
     mask = op["attn_mask"]
-    narrow = {}
+    narrow: Narrow = {}
     match op.place(mask):
-        case Whole() if isinstance(mask, torch.fx.Node):
-            at = q.dim - len(op.shape)
-            narrow = _narrow_batch(op, mask, pl.shape_of(mask), at, q.rows)
-        case Split(dim, rows) if (
-            dim - len(pl.shape_of(mask)) != q.dim - len(op.shape) or rows != q.rows
+        case Whole() if isinstance(mask, fx.Node):
+            narrow = narrow_to(op, mask, q.dim - num_dims, q.rows)
+        case Split(dim, rows, meaning) if (
+            dim - len(pl.shape_of(mask)) != q.dim - num_dims
+            or rows != q.rows
+            or isinstance(meaning, pl.INDEX_MEANINGS)
         ):
-            raise op.refuse("has a mask that is sliced along another dim")
+            raise op.refuse(f"has a mask, {mask.name}, that is sliced along another dim")
         case Whole() | Split():
             pass
         case _:
-            raise op.refuse("has no rule for its mask")
+            raise op.refuse(f"has no rule for its mask {mask}")
     return Decision(Split(q.dim, q.rows), narrow)
 
 
-@pl.register_rule(aten.rms_norm, aten.layer_norm, aten._fused_rms_norm)
+@pl.register_rule(aten.rms_norm, aten.layer_norm)
 def norm(op: Op) -> Decision:
     x = _data(op, "input")
-    if not isinstance(x, Split) or x.dim >= len(op.shape) - len(op["normalized_shape"]):
-        raise op.refuse("normalises over the sliced dim")
-    if not all(isinstance(op.place(op.get(n)), Whole) for n in ("weight", "bias")):
+    if not isinstance(x, Split) or not _all_whole(op, "weight", "bias"):
         raise op.refuse("has a weight that differs between slices")
-    return Decision(
-        Split(x.dim, x.rows), reassociates=f"{op.node.name}: weight gradient over sliced rows"
-    )
+    if x.dim >= len(op.shape) - len(op["normalized_shape"]):
+        raise op.refuse(f"normalises over dim {x.dim}, along which the batch is sliced")
+    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+
+
+@pl.register_rule(aten.batch_norm)
+def batch_norm(op: Op) -> Decision:
+    """With running statistics it scales each channel; with those of the batch it mixes rows."""
+    if op["training"] or op["running_mean"] is None:
+        raise op.refuse("takes statistics over the whole batch", "use a norm over features")
+    x = _data(op, "input")
+    if not isinstance(x, Split) or x.dim == 1:
+        raise op.refuse("is sliced along its channels")
+    if not _all_whole(op, "weight", "bias", "running_mean", "running_var"):
+        raise op.refuse("has statistics that differ between slices")
+    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+
+
+_BATCHED_RANK = {
+    aten.conv1d: 3, aten.conv2d: 4, aten.conv3d: 5, aten.avg_pool1d: 3, aten.avg_pool2d: 4,
+    aten.max_pool1d: 3, aten.max_pool2d: 4, aten.adaptive_avg_pool1d: 3,
+    aten.adaptive_avg_pool2d: 4,
+}  # fmt: skip
+
+
+@pl.register_rule(*_BATCHED_RANK, aten.group_norm)
+def per_sample(op: Op) -> Decision:
+    """Dim 0 is a batch whose rows never meet."""
+    name = "input" if "input" in op.arguments else "self"
+    x = _data(op, name)
+    rank = _BATCHED_RANK.get(op.node.target.overloadpacket)
+    if not isinstance(x, Split) or x.dim != 0 or rank not in (None, len(pl.shape_of(op[name]))):
+        raise op.refuse("is sliced along a dim that it mixes")
+    if not _all_whole(op, "weight", "bias"):
+        raise op.refuse("has a weight that differs between slices")
+    return Decision(Split(0, x.rows), reassociates=_weight_gradient(op))
 
 
 @pl.register_rule(aten.embedding)
 def embedding(op: Op) -> Decision:
     indices = _data(op, "indices")
-    if not isinstance(indices, Split) or not isinstance(op.place(op["weight"]), Whole):
+    if not isinstance(indices, Split) or not _all_whole(op, "weight"):
         raise op.refuse("looks up in a table that differs between slices")
     if op["scale_grad_by_freq"]:
-        raise op.refuse("scales gradients by how often a row occurs in the batch")
-    return Decision(
-        Split(indices.dim, indices.rows),
-        reassociates=f"{op.node.name}: gradient of the table, a sum over sliced rows",
-    )
+        raise op.refuse("scales gradients by how often a row occurs in the whole batch")
+    note = f"{op.node.name}: gradient of the table, a sum over sliced rows"
+    return Decision(Split(indices.dim, indices.rows), reassociates=note)
 
 
 @pl.register_rule(aten.one_hot)

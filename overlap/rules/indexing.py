@@ -1,69 +1,113 @@
-"""Gathers and scatters by row numbers, and histograms of ids."""
+"""Gathers and scatters by row numbers, rows picked by a mask, and histograms of ids.
+
+Row numbers may index rows only where they are proven to stay inside the slice: they are a sort's,
+a mask's, or runs of received rows. Numbers that come as data are refused along the sliced dim.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import sympy
 import torch
 from torch import fx
 
+from overlap import graph
 from overlap import placement as pl
-from overlap.placement import Counts, Decision, Op, Split, Whole
-from overlap.rules.elementwise import align
+from overlap.placement import Counts, Decision, Many, Op, Split, Whole
+from overlap.rules.elementwise import Narrow, align, elementwise
 from overlap.rules.reduction import original_order
 from overlap.rules.shape import linear_on_counts
 
 aten = torch.ops.aten
 
+_NOT_PROVEN = "picks rows by numbers that are not proven to stay inside a slice"
+_MASKS = (torch.bool, torch.uint8)
 
-@pl.register_rule(aten.index, aten.index_select)
+
+@pl.register_rule(aten.index)
 def index(op: Op) -> Decision:
-    is_select = op.node.target.overloadpacket is aten.index_select
-    if is_select and op["dim"] != 0:
-        return _along_other_dim(op, op["dim"], op["index"])
-    indices = [op["index"]] if is_select else list(op["indices"])
-    used = [i for i in indices if i is not None]
-    if len(used) != 1:
-        raise op.refuse("indexes several dims at once")
-    if indices[0] is None:
-        return _along_other_dim(op, indices.index(used[0]), used[0])
-    place, by = op.place(op["self"]), op.place(used[0])
-    match place, by:
-        case Counts(form), Split(0, rows, pl.Labels(lengths, labels)):
+    indices = {dim: by for dim, by in enumerate(op["indices"]) if by is not None}
+    if any(graph.fake_value(by).dtype in _MASKS for by in indices.values()):
+        raise op.refuse("picks as many rows as a mask of the batch has")
+    if len(indices) == 1:
+        [(dim, by)] = indices.items()
+        return _index_one(op, dim, by)
+    return _index_many(op, indices)
+
+
+@pl.register_rule(aten.index_select)
+def index_select(op: Op) -> Decision:
+    return _index_one(op, op["dim"] % len(op.shape), op["index"])
+
+
+def _index_one(op: Op, dim: int, by: fx.Node) -> Decision:
+    """`self[:, by]` with `by` at `dim`."""
+    place, index_place = op.place(op["self"]), op.place(by)
+    match place, index_place:
+        case Counts(form), Split(0, rows, pl.Labels(lengths, labels)) if (
+            dim == 0 and form.matrix.ndim == 2
+        ):
             values = tuple(form.rows[label] for label in labels)
             return Decision(Split(0, rows, pl.Runs(lengths, values)))
-        case Counts(), Whole(constant=constant) if constant is not None:
-            form = pl.Form(place.form.matrix[list(constant)], place.form.base)
-            return Decision(Counts(form))
-        case Counts(), Whole():
-            return linear_on_counts(op)
-        case Whole(), Split(dim, rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
-            return Decision(Split(dim, rows), reassociates=f"{op.node.name}: gradient of a table")
-        case Split(0, rows), Split(0, target, pl.RowIndex(of)) if rows == of:
-            return Decision(Split(0, target, _index_free(op, place.meaning)))
-        case Split(0, pl.Received() as rows), Split(0, _, pl.Runs() as runs):
-            return Decision(Split(0, take_runs(op, rows, runs), _index_free(op, place.meaning)))
-        case Split(0, pl.Received() as rows), Split(0, _, pl.RunsInverse(runs)):
-            return Decision(Split(0, undo_runs(op, rows, runs), _index_free(op, place.meaning)))
-    raise op.refuse("picks rows by numbers that are not proven to stay inside a slice")
+        case Counts(form), Whole(constant=tuple() as constant) if dim == 0 and len(
+            pl.shape_of(by)
+        ) == 1:
+            return Decision(Counts(pl.Form(form.matrix[list(constant)], form.base)))
+        case Whole(), Split(at, rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
+            return Decision(Split(dim + at, rows), reassociates=f"{op.node.name}: gradient of a table")
+        case Split(at, rows, meaning), Whole() if at != dim and len(pl.shape_of(by)) == 1:
+            if isinstance(meaning, pl.INDEX_MEANINGS):
+                raise op.refuse("picks row numbers as data")
+            return Decision(Split(at, rows))
+        case Split(at, rows), Split(0, target, pl.RowIndex(of)) if at == dim and rows == of:
+            is_permutation = isinstance(target, pl.Base | pl.Sorted) and (
+                of.per_batch_row == target.per_batch_row
+            )
+            return Decision(Split(dim, target, _gathered(op, place.meaning, is_permutation)))
+        case Split(0, pl.Received() as rows), Split(0, _, pl.Runs() as runs) if dim == 0:
+            return Decision(Split(0, take_runs(op, rows, runs), _gathered(op, place.meaning, True)))
+        case Split(0, pl.Received() as rows), Split(0, _, pl.RunsInverse(runs)) if dim == 0:
+            return Decision(Split(0, undo_runs(op, rows, runs), _gathered(op, place.meaning, True)))
+    raise op.refuse(_NOT_PROVEN)
 
 
-def _index_free(op: Op, meaning: pl.Meaning) -> pl.Meaning:
-    """A gather permutes rows, so row numbers stay row numbers and ids stay ids of the row."""
+def _index_many(op: Op, indices: dict[int, fx.Node]) -> Decision:
+    """`self[rows, columns]`: row numbers of the slice beside plain data of the same rows."""
+    place = op.place(op["self"])
+    if list(indices) != list(range(len(indices))) or not isinstance(place, Split):
+        raise op.refuse("indexes several dims at once")
+    targets: dict[pl.Rows, None] = {}
+    for dim, by in indices.items():
+        match op.place(by):
+            case Split(0, target, pl.RowIndex(of)) if dim == place.dim and of == place.rows:
+                targets[target] = None
+            case Split(0, target, meaning) if dim != place.dim and not isinstance(
+                meaning, pl.INDEX_MEANINGS
+            ):
+                targets[target] = None
+            case _:
+                raise op.refuse(_NOT_PROVEN)
+    if len(targets) != 1 or place.dim not in indices or _has_meaning(place):
+        raise op.refuse(_NOT_PROVEN)
+    return Decision(Split(0, next(iter(targets))))
+
+
+def _has_meaning(split: Split) -> bool:
+    return isinstance(split.meaning, pl.INDEX_MEANINGS)
+
+
+def _gathered(op: Op, meaning: pl.Meaning, is_permutation: bool) -> pl.Meaning:
+    """What rows mean after a gather: ids of which some are lost or repeated are another key."""
     match meaning:
         case pl.RowIndex() | pl.Fill():
             return meaning
-        case None | pl.Ids() | pl.OneHot():
+        case pl.Ids(key, limit):
+            return pl.Ids(key if is_permutation else op.node.name, limit)
+        case None | pl.OneHot():
             return None
         case _:
             raise op.refuse("permutes row positions")
-
-
-def _along_other_dim(op: Op, dim: int, by: fx.Node) -> Decision:
-    place = op.place(op["self"])
-    if isinstance(place, Split) and isinstance(op.place(by), Whole) and dim != place.dim:
-        if isinstance(place.meaning, pl.INDEX_MEANINGS) or len(pl.shape_of(by)) != 1:
-            raise op.refuse("has no rule for these operands")
-        return Decision(Split(place.dim, place.rows))
-    raise op.refuse("picks rows by numbers that are not proven to stay inside a slice")
 
 
 def take_runs(op: Op, rows: pl.Received, runs: pl.Runs) -> pl.Received:
@@ -89,7 +133,7 @@ def take_runs(op: Op, rows: pl.Received, runs: pl.Runs) -> pl.Received:
 
 def undo_runs(op: Op, rows: pl.Received, runs: pl.Runs) -> pl.Received:
     """The received rows put back where `runs` took them from."""
-    if tuple(s.length for s in rows.segments) != runs.lengths:
+    if runs.positions != 1 or tuple(s.length for s in rows.segments) != runs.lengths:
         raise op.refuse("puts rows back by another order than they were taken in")
     order = original_order(runs)
     if order is None:
@@ -101,77 +145,133 @@ def undo_runs(op: Op, rows: pl.Received, runs: pl.Runs) -> pl.Received:
 def index_put(op: Op) -> Decision:
     """`out[index] = rows` with an index that is a permutation puts every row in its place."""
     indices = list(op["indices"])
-    target, values = op.place(op["self"]), op.place(op["values"])
-    if op["accumulate"] or len(indices) != 1 or indices[0] is None:
+    if op["accumulate"] or indices[0] is None or any(i is not None for i in indices[1:]):
         raise op.refuse("has no rule for these indices")
-    match values, op.place(indices[0]):
-        case Split(0, pl.Received() as rows), Split(0, _, pl.Runs() as runs) if isinstance(
-            target, Split
+    decision = _permuted(op, op["self"], indices[0], op["values"])
+    if decision is None:
+        raise op.refuse("writes rows at numbers that are not proven to be a permutation")
+    return decision
+
+
+@pl.register_rule(aten.index_copy)
+def index_copy(op: Op) -> Decision:
+    decision = _permuted(op, op["self"], op["index"], op["source"]) if op["dim"] == 0 else None
+    if decision is None:
+        raise op.refuse("writes rows at numbers that are not proven to be a permutation")
+    return decision
+
+
+def _permuted(op: Op, target: fx.Node, by: fx.Node, values: Any) -> Decision | None:
+    """Every row of `target` overwritten by the row of `values` that `by` sends there; None where
+    that is not proven."""
+    place = op.place(target)
+    if not isinstance(values, fx.Node) or len(pl.shape_of(by)) != 1:
+        return None
+    if len(pl.shape_of(values)) != len(pl.shape_of(target)):
+        return None
+    match op.place(values), op.place(by):
+        case Split(0, pl.Received() as rows, meaning), Split(0, _, pl.Runs() as runs) if (
+            _has_length(place, rows.length) and not isinstance(meaning, pl.INDEX_MEANINGS)
         ):
             return Decision(Split(0, undo_runs(op, rows, runs)))
-        case Split(0, rows), Split(0, order, pl.RowIndex(of)) if rows == order and (
-            isinstance(of, pl.Base)
-            and isinstance(order, pl.Sorted)
-            and of.per_batch_row == order.per_batch_row
+        case Split(0, pl.Length(length), pl.Positions()), Split(
+            0, _, pl.Runs(positions=1) as runs
+        ) if (
+            length == pl.total(runs.lengths)
+            and _has_length(place, length)
+            and original_order(runs) is not None
         ):
-            return Decision(Split(0, of), _narrow_target(op, op["self"], of))
-    raise op.refuse("writes rows at numbers that are not proven to be a permutation")
+            return Decision(Split(0, pl.Length(length), pl.RunsInverse(runs)))
+        case Split(0, rows, meaning), Split(0, pl.Sorted() as order, pl.RowIndex(pl.Base() as of)) if (
+            rows == order
+            and of.per_batch_row == order.per_batch_row
+            and not isinstance(meaning, pl.INDEX_MEANINGS)
+        ):
+            return Decision(Split(0, of), _narrow_target(op, target, of))
+    return None
 
 
-def _narrow_target(op: Op, node: fx.Node, rows: pl.Base) -> dict[fx.Node, tuple[int, object]]:
+def _has_length(place: pl.Placement, length: pl.Form) -> bool:
+    match place:
+        case Split(0, (pl.Length() | pl.Received()) as rows):
+            return rows.length == length
+        case _:
+            return False
+
+
+def _narrow_target(op: Op, node: fx.Node, rows: pl.Base) -> Narrow:
     match op.place(node):
-        case Split(0, own) if own == rows:
+        case Split(0, own, meaning) if own == rows and not isinstance(meaning, pl.INDEX_MEANINGS):
             return {}
         case Whole() if pl.same(pl.shape_of(node)[0], rows.per_batch_row * op.batch):
             return {node: (0, rows.per_batch_row)}
     raise op.refuse(f"writes into {node.name}, whose rows are not the slice's")
 
 
-@pl.register_rule(aten.index_add, aten.scatter_add, aten.scatter, aten.scatter_reduce)
+@pl.register_rule(aten.index_add, aten.scatter_add)
+def scatter_add(op: Op) -> Decision:
+    """Ones added up by id are the histogram of the ids; rows added up by row number stay rows."""
+    source = op.get("source", op.get("src"))
+    if op["dim"] % len(op.shape) != 0:
+        return _scatter_inside_rows(op, source)
+    match op.place(op["self"]), op.place(op["index"]), op.place(source):
+        case Whole(fill=0.0), Split(0, rows, pl.Ids(key, limit)), _ if (
+            _fill_of(op, source) == 1.0
+            and op.shape == (sympy.Integer(limit),)
+            and len(pl.shape_of(op["index"])) == 1
+            and op.get("alpha", 1) == 1
+        ):
+            _, narrow = align(op, [op["index"], source], 1, broadcasts=False)
+            return Decision(Counts(pl.identity_form(limit, f"hist:{key}")), narrow)
+        case _, Split(0, rows, pl.RowIndex(pl.Base() as of)), Split(0, other, meaning) if (
+            rows == other and not isinstance(meaning, pl.INDEX_MEANINGS)
+        ):
+            return Decision(Split(0, of), _narrow_target(op, op["self"], of))
+        case _, Split(0), _:
+            raise op.refuse(
+                f"adds up rows by {op['index']}, which is neither ids nor rows of the slice",
+                "count the ids of topk or argmax as they are",
+            )
+    return _scatter_inside_rows(op, source)
+
+
+@pl.register_rule(aten.scatter, aten.scatter_reduce)
 def scatter(op: Op) -> Decision:
-    packet = op.node.target.overloadpacket
-    source_name = "source" if packet is aten.index_add else "src"
-    source = op.get(source_name, op.get("value"))
-    if op["dim"] % len(op.shape) == 0:
-        match op.place(op["self"]), op.place(op["index"]), op.place(source):
-            case Whole(fill=0.0), Split(0, rows, pl.Ids(key, limit)), Split(
-                0, other, pl.Fill(1.0)
-            ) if (
-                rows == other
-                and packet in (aten.scatter_add, aten.index_add)
-                and op.shape == (pl.sympy.Integer(limit),)
-                and len(pl.shape_of(op["index"])) == 1
-                and op.get("alpha", 1) == 1
-            ):
-                return Decision(Counts(pl.identity_form(limit, f"hist:{key}")))
-            case _, Split(0, rows, pl.RowIndex(pl.Base() as of)), Split(0, other, meaning) if (
-                rows == other
-                and packet in (aten.scatter_add, aten.index_add)
-                and not isinstance(meaning, pl.INDEX_MEANINGS)
-            ):
-                return Decision(Split(0, of), _narrow_target(op, op["self"], of))
-    return _elementwise_scatter(op, source)
+    source = op.get("src", op.get("value"))
+    is_plain = op.node.target.overloadpacket is aten.scatter and "reduce" not in op.arguments
+    index = op["index"]
+    if op["dim"] % len(op.shape) == 0 and is_plain and len(op.shape) == 1:
+        decision = _permuted(op, op["self"], index, source)
+        if decision is not None:
+            return decision
+    return _scatter_inside_rows(op, source)
 
 
-def _elementwise_scatter(op: Op, source: object) -> Decision:
+def _scatter_inside_rows(op: Op, source: Any) -> Decision:
     """Along a dim that is not sliced, every row scatters into itself."""
-    tensors = [n for n in (op["self"], op["index"], source) if isinstance(n, fx.Node)]
-    split, narrow = align(op, tensors, len(op.shape))
-    if op["dim"] % len(op.shape) == split.dim:
-        raise op.refuse("writes rows at numbers that are not proven to stay inside a slice")
     packet = op.node.target.overloadpacket
     if packet is aten.index_add:
-        raise op.refuse("has no rule for these operands")
-    is_last = op["dim"] % len(op.shape) == len(op.shape) - 1
+        raise op.refuse("writes rows at numbers that are not proven to stay inside a slice")
+    tensors = [n for n in (op["self"], op["index"], source) if isinstance(n, fx.Node)]
+    split, narrow = align(op, tensors, len(op.shape), broadcasts=False)
+    dim = op["dim"] % len(op.shape)
+    if dim == split.dim:
+        raise op.refuse("writes rows at numbers that are not proven to stay inside a slice")
+    adds_ones = packet is aten.scatter_add or (
+        packet is aten.scatter and "reduce" not in op.arguments
+    )
     match op.place(op["index"]), _fill_of(op, source), _fill_of(op, op["self"]):
-        case Split(meaning=pl.Ids(distinct=True) as ids), 1.0, 0.0 if (
-            is_last and op.shape[-1] == ids.limit and packet is aten.scatter
+        case Split(meaning=pl.Ids() as ids), 1.0, 0.0 if (
+            adds_ones
+            and (ids.distinct or packet is aten.scatter_add)
+            and dim == len(op.shape) - 1
+            and op.shape[-1] == ids.limit
         ):
             return Decision(Split(split.dim, split.rows, pl.OneHot(ids)), narrow)
     return Decision(split, narrow)
 
 
-def _fill_of(op: Op, value: object) -> float | None:
+def _fill_of(op: Op, value: Any) -> float | None:
     if isinstance(value, bool | int | float):
         return float(value)
     match op.place(value):
@@ -184,9 +284,10 @@ def _fill_of(op: Op, value: object) -> float | None:
 @pl.register_rule(aten.gather, aten.take_along_dim)
 def gather(op: Op) -> Decision:
     index_name = "indices" if "indices" in op.arguments else "index"
-    split, narrow = align(op, [op["self"], op[index_name]], len(op.shape))
+    tensors = [op["self"], op[index_name]]
+    split, narrow = align(op, tensors, len(op.shape), broadcasts=False)
     if op["dim"] is None or op["dim"] % len(op.shape) == split.dim:
-        raise op.refuse("picks rows by numbers that are not proven to stay inside a slice")
+        raise op.refuse(_NOT_PROVEN)
     return Decision(split, narrow)
 
 
@@ -208,6 +309,53 @@ def histc(op: Op) -> Decision:
     raise op.refuse("counts values of unknown range", "use bins=E, min=0, max=E for E experts")
 
 
+@pl.register_rule(aten.where)
+def where(op: Op) -> Decision:
+    """Element by element; with the condition alone, the numbers of the rows for which it holds."""
+    return elementwise(op) if "self" in op.arguments else _picked(op, op["condition"], True)
+
+
+@pl.register_rule(aten.nonzero, aten.nonzero_numpy)
+def nonzero(op: Op) -> Decision:
+    return _picked(op, op["self"], op.node.target.overloadpacket is aten.nonzero_numpy)
+
+
+def _picked(op: Op, mask: fx.Node, is_numpy: bool) -> Decision:
+    """The rows for which a mask holds, as numbers of the slice's own rows: a value per dim."""
+    place = op.place(mask)
+    num_dims = len(pl.shape_of(mask))
+    match place:
+        case Split(dim, pl.Base() as of, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
+            rows = pl.Picked(op.node.name)
+            items = tuple(
+                Split(0, rows, pl.RowIndex(of) if d == dim else None) for d in range(num_dims)
+            )
+        case _:
+            raise op.refuse("has no rule for this operand")
+    if is_numpy:
+        return Decision(Many(items))
+    if num_dims != 1:
+        raise op.refuse("numbers rows and columns in one value", "use torch.where(mask)")
+    return Decision(items[0])
+
+
+@pl.register_rule(aten.masked_select)
+def masked_select(op: Op) -> Decision:
+    raise op.refuse("picks as many elements as a mask of the batch has")
+
+
+def _repeat_each(op: Op, place: Split, times: int) -> Decision:
+    """Every row `times` times in a row, the order of (row, choice) pairs."""
+    if op["dim"] is None or _has_meaning(place):
+        raise op.refuse("repeats the elements of a flattened batch")
+    if op["dim"] % len(op.shape) != place.dim:
+        return Decision(Split(place.dim, place.rows))
+    match place.rows:
+        case pl.Base(per_batch_row):
+            return Decision(Split(place.dim, pl.Base(times * per_batch_row)))
+    raise op.refuse("repeats rows that are in a slice's own order")
+
+
 @pl.register_rule(aten.repeat_interleave)
 def repeat_interleave(op: Op) -> Decision:
     """A table repeated by counts is constant on runs as long as the counts."""
@@ -215,12 +363,13 @@ def repeat_interleave(op: Op) -> Decision:
     source = op.get("self")
     place, by = op.place(source), op.place(repeats)
     if isinstance(place, Split) and isinstance(repeats, int):
-        dim = op["dim"]
-        if dim is None or dim % len(op.shape) == place.dim:
-            raise op.refuse("repeats rows of the batch")
-        return Decision(Split(place.dim, place.rows))
+        return _repeat_each(op, place, repeats)
     if not isinstance(by, Counts) or len(by.form.matrix.shape) != 2:
         raise op.refuse("repeats rows by numbers of unknown origin")
+    if op["output_size"] is not None and op.place(op["output_size"]) != pl.Scalar(
+        pl.total(by.form.rows)
+    ):
+        raise op.refuse("is given a size that is not the sum of its repeats")
     lengths = by.form.rows
     rows = pl.Length(pl.total(lengths))
     match place:

@@ -35,14 +35,21 @@ def all_to_all(op: Op) -> Decision:
     match op.place(op["input"]):
         case Counts(form):
             return Decision(Counts(_exchanged_counts(op, form, outs, ins)))
-        case Split(0, pl.Sorted() as rows):
+        case Split(0, pl.Sorted() as rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
             return Decision(Split(0, _dispatched(op, rows, outs, ins)))
-        case Split(0, pl.Received() as rows):
+        case Split(0, pl.Received() as rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
             return Decision(Split(0, _combined(op, rows, outs, ins)))
         case Split(0, pl.Base()):
-            raise op.refuse("sends rows by their position, so each slice's go elsewhere", _ADVICE)
+            raise op.refuse(
+                "sends rows by their position in the batch, so rows of a slice would go to other "
+                "ranks than they do in the whole batch",
+                _ADVICE,
+            )
+        case Split(dim, pl.Base() as rows) if dim > 0:
+            # Each rank sends blocks of another dim; every slice sends its rows of the same blocks.
+            return Decision(Split(dim, rows))
         case _:
-            raise op.refuse("has no rule for this operand", _ADVICE)
+            raise op.refuse("sends rows that are neither sorted by expert nor received", _ADVICE)
 
 
 def _exchanged_counts(op: Op, form: Form, outs: Sequence[Any], ins: Sequence[Any]) -> Form:
@@ -50,8 +57,11 @@ def _exchanged_counts(op: Op, form: Form, outs: Sequence[Any], ins: Sequence[Any
     num_ids = form.matrix.shape[-1]
     if not form.is_identity or not form.base.startswith("hist:"):
         raise op.refuse("exchanges sums of counts", "exchange the counts of all experts")
-    if len(set(outs)) > 1 or list(outs) != list(ins) or num_ids % max(len(ins), 1):
-        raise op.refuse("exchanges counts in unequal blocks", _ADVICE)
+    block = form.matrix.shape[0] / max(len(ins), 1)
+    if not ins or any(size != block for size in (*ins, *outs)) or len(ins) != len(outs):
+        raise op.refuse(
+            f"exchanges counts in blocks of {ins} and {outs}, expected equal ones", _ADVICE
+        )
     base = f"recv:{op.node.name}:{form.base}:{collectives.group_of(op.node)}:{len(ins)}"
     return Form(np.eye(num_ids, dtype=np.int64).reshape(form.matrix.shape), base)
 
@@ -61,25 +71,45 @@ def _scalar_forms(op: Op, sizes: Sequence[Any]) -> tuple[Form, ...]:
     for size in sizes:
         place = op.place(size)
         if not isinstance(place, Scalar):
-            raise op.refuse("splits its rows by numbers that are no counts of their key", _ADVICE)
+            raise op.refuse(
+                f"splits its rows by {size}, which is not read from the counts of their key", _ADVICE
+            )
         forms.append(place.form)
+    if not forms:
+        raise op.refuse("splits its rows evenly, by their position in the batch", _ADVICE)
     return tuple(forms)
+
+
+def _are_blocks(forms: Sequence[Form]) -> bool:
+    """Whether form r sums block r of as many equal blocks of ids as there are forms."""
+    num_ids = forms[0].matrix.shape[-1]
+    if num_ids % len(forms):
+        return False
+    blocks = np.kron(
+        np.eye(len(forms), dtype=np.int64), np.ones(num_ids // len(forms), dtype=np.int64)
+    )
+    return all(
+        form.base == forms[0].base and np.array_equal(form.matrix, block)
+        for form, block in zip(forms, blocks, strict=True)
+    )
 
 
 def _dispatched(op: Op, rows: pl.Sorted, outs: Sequence[Any], ins: Sequence[Any]) -> pl.Received:
     sent, received = _scalar_forms(op, ins), _scalar_forms(op, outs)
     num_ranks, num_ids = len(sent), sent[0].matrix.shape[-1]
     if sent[0].base != f"hist:{rows.key}":
-        raise op.refuse("splits its rows by the counts of another key", _ADVICE)
+        raise op.refuse(
+            f"splits its rows by counts of {_key_of(sent[0])}, expected those of {rows.key}, by "
+            "which they are sorted",
+            _ADVICE,
+        )
     prefix, _, tail = received[0].base.partition(f":hist:{rows.key}:")
     expected_tail = f"{collectives.group_of(op.node)}:{num_ranks}"
     if not prefix.startswith("recv:") or tail != expected_tail:
         raise op.refuse("receives by counts that were exchanged for another key or group", _ADVICE)
+    if not (_are_blocks(sent) and _are_blocks(received) and len(received) == num_ranks):
+        raise op.refuse("splits its rows by sums over the wrong experts", _ADVICE)
     per_rank = num_ids // num_ranks
-    blocks = np.kron(np.eye(num_ranks, dtype=np.int64), np.ones(per_rank, dtype=np.int64))
-    for forms in (sent, received):
-        if any(not np.array_equal(f.matrix, blocks[r]) for r, f in enumerate(forms)):
-            raise op.refuse("splits its rows by sums over the wrong experts", _ADVICE)
     units = np.eye(num_ids, dtype=np.int64)
     segments = tuple(
         pl.Segment(Form(units[r * per_rank + e], received[0].base), (r, e))
@@ -89,26 +119,24 @@ def _dispatched(op: Op, rows: pl.Sorted, outs: Sequence[Any], ins: Sequence[Any]
     return pl.Received(op.node.name, segments, rows)
 
 
+def _key_of(form: Form) -> str:
+    return form.base.removeprefix("hist:")
+
+
 def _combined(op: Op, rows: pl.Received, outs: Sequence[Any], ins: Sequence[Any]) -> pl.Sorted:
     """The way back: received rows in the order they came in, splits swapped."""
-    if [s.label for s in rows.segments] != sorted(s.label for s in rows.segments):
+    labels = [segment.label for segment in rows.segments]
+    num_ids = rows.segments[0].length.matrix.shape[-1]
+    if labels != sorted(labels) or len(labels) != num_ids:
         raise op.refuse("sends rows back in another order than they came in", _ADVICE)
-    sent = _scalar_forms(op, ins)
-    ranks = sorted({s.label[0] for s in rows.segments})
+    sent, back = _scalar_forms(op, ins), _scalar_forms(op, outs)
+    ranks = sorted({rank for rank, _ in labels})
     by_rank = [pl.total([s.length for s in rows.segments if s.label[0] == r]) for r in ranks]
     if list(sent) != by_rank:
         raise op.refuse("sends back other row counts than were received", _ADVICE)
-    back = _scalar_forms(op, outs)
-    num_ids = back[0].matrix.shape[-1]
-    blocks = np.kron(
-        np.eye(len(ranks), dtype=np.int64), np.ones(num_ids // len(ranks), dtype=np.int64)
-    )
-    if back[0].base != f"hist:{rows.back.key}" or any(
-        not np.array_equal(f.matrix, blocks[r]) for r, f in enumerate(back)
-    ):
+    if back[0].base != f"hist:{rows.back.key}" or not _are_blocks(back) or len(back) != len(sent):
         raise op.refuse("receives other row counts than were sent", _ADVICE)
-    recv_group = rows.segments[0].length.base.split(":")[-2]
-    if recv_group != collectives.group_of(op.node):
+    if rows.segments[0].length.base.split(":")[-2] != collectives.group_of(op.node):
         raise op.refuse("sends rows back over another group than they came over", _ADVICE)
     return rows.back
 
@@ -117,4 +145,4 @@ def _combined(op: Op, rows: pl.Received, outs: Sequence[Any], ins: Sequence[Any]
     _c10d.all_gather_into_tensor, _c10d.reduce_scatter_tensor, _c10d.all_reduce, _c10d.broadcast
 )
 def other_collective(op: Op) -> Decision:
-    raise op.refuse("exchanges rows of the batch", "only a routed all-to-all can be sliced")
+    raise op.refuse("exchanges rows of the whole batch", "only a routed all-to-all can be sliced")

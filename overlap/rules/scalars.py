@@ -6,7 +6,6 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
 
 from overlap import placement as pl
 from overlap.placement import Counts, Decision, Local, Op, Scalar, Split, Whole
@@ -30,6 +29,8 @@ def size(op: Op) -> Decision:
             match rows:
                 case pl.Received() | pl.Length():
                     return Decision(Scalar(rows.length))
+                case pl.Picked():
+                    return Decision(Local(False))
                 case _:
                     return Decision(pl.WHOLE, once=True)
         case _:
@@ -82,8 +83,20 @@ def _local(op: Op) -> Decision:
 def assertion(op: Op) -> Decision:
     """Checks on a slice's own sizes hold for every slice; one that names a size of the whole batch
     is about the un-sliced program and goes."""
-    place = op.place(op.operands[0])
-    return Decision(Local(False), drop=isinstance(place, Local) and place.has_extent)
+    match op.place(op.operands[0]):
+        case Local(has_extent):
+            return Decision(Local(False), drop=has_extent)
+        case Scalar():
+            return Decision(Local(False), drop=(op.get("min") or 0) > 0)
+        case _:
+            raise op.refuse("checks a value of the batch on the host")
+
+
+@pl.register_rule(aten._assert_tensor_metadata)
+def metadata_assertion(op: Op) -> Decision:
+    """About the un-sliced program's own shapes."""
+    op.place(op["a"])
+    return Decision(Local(False), drop=True)
 
 
 @pl.register_rule(aten.arange)
@@ -101,27 +114,15 @@ def arange(op: Op) -> Decision:
     aten.new_full,
 )  # fmt: skip
 def create(op: Op) -> Decision:
-    sizes = [s for s in op["size"] if isinstance(s, fx.Node)]
-    sliced = [s for s in sizes if pl.is_sliced(op.place(s))]
+    op.place(op.get("self"))  # it gives the dtype and device only
+    if pl.is_sliced(op.place(op.get("fill_value"))):
+        raise op.refuse(f"fills with {op['fill_value']}, which differs between slices")
+    fill = pl.fill_of(op.node)
+    sliced = [i for i, size in enumerate(op["size"]) if pl.is_sliced(op.place(size))]
     if not sliced:
-        return Decision(pl.Whole(fill=fill_of(op.node)), first_slice=True)
-    match op.place(sliced[0]):
+        return Decision(pl.Whole(fill=fill), first_slice=True)
+    match op.place(op["size"][sliced[0]]):
         case Scalar(form) if len(sliced) == 1:
-            fill = fill_of(op.node)
             meaning = None if fill is None else pl.Fill(fill)
-            return Decision(Split(op["size"].index(sliced[0]), pl.Length(form), meaning))
+            return Decision(Split(sliced[0], pl.Length(form), meaning))
     raise op.refuse("has a size that is computed from a value of the batch")
-
-
-def fill_of(node: fx.Node) -> float | None:
-    """The constant that a creation operator fills with; None where it is none."""
-    match getattr(node.target, "overloadpacket", None):
-        case aten.zeros | aten.new_zeros | aten.zeros_like:
-            return 0.0
-        case aten.ones | aten.new_ones | aten.ones_like:
-            return 1.0
-        case aten.full | aten.new_full | aten.full_like:
-            value = pl.schema_arguments(node)["fill_value"]
-            return float(value) if isinstance(value, int | float) else None
-        case _:
-            return None

@@ -6,21 +6,31 @@ result is the one with the same product of sizes before it; its size argument be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import sympy
+import numpy as np
 import torch
 from torch import fx
 
+from overlap import graph
 from overlap import placement as pl
-from overlap.placement import Counts, Decision, Many, Op, Scalar, Split, Whole
+from overlap.placement import Counts, Decision, Many, Op, Partial, Scalar, Split, Whole
+from overlap.rules.elementwise import Narrow, align, narrow_to
 
 aten = torch.ops.aten
 
 
-def carry(meaning: pl.Meaning) -> pl.Meaning:
-    """Meanings that survive a change of shape of the other dims."""
+def _single(op: Op) -> Split:
+    place = op.place(op["self"])
+    if not isinstance(place, Split):
+        raise op.refuse(f"has no rule for {op['self']}, a sum over the slices")
+    return place
+
+
+def _regrouped(meaning: pl.Meaning) -> pl.Meaning:
+    """Meanings that outlive another grouping of all elements. A one-hot form has a last dim, and
+    ids that were distinct along theirs need not be along another."""
     match meaning:
         case pl.Ids(key, limit):
             return pl.Ids(key, limit)
@@ -30,7 +40,19 @@ def carry(meaning: pl.Meaning) -> pl.Meaning:
             return other
 
 
-def reshaped_dim(op: Op, split: Split, before: Sequence[Any], after: Sequence[Any]) -> Split:
+def _part(op: Op, meaning: pl.Meaning) -> pl.Meaning:
+    """Meanings that outlive the loss or repetition of elements: ids are then another key's."""
+    match meaning:
+        case pl.Ids(_, limit):
+            return pl.Ids(op.node.name, limit)
+        case other:
+            return _regrouped(other)
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+def reshaped(op: Op, split: Split, before: Sequence[Any], after: Sequence[Any]) -> Split:
     """Where the sliced dim lands when a tensor of shape `before` is read as shape `after`."""
     prefix = pl.product(before[: split.dim])
     suffix = pl.product(before[split.dim + 1 :])
@@ -42,32 +64,33 @@ def reshaped_dim(op: Op, split: Split, before: Sequence[Any], after: Sequence[An
             case pl.Base(per_batch_row):
                 rows = pl.quotient(per_batch_row * suffix, after_suffix)
                 if rows is not None and pl.same(after[dim], rows * op.batch):
-                    return Split(dim, pl.Base(rows))
+                    return _with_rows(op, split, dim, pl.Base(rows))
             case rows if pl.same(suffix, after_suffix):
-                return Split(dim, rows)
+                return _with_rows(op, split, dim, rows)
             case _:
                 pass
-    raise op.refuse("folds rows of different slices into one dim")
+    raise op.refuse(
+        f"reads {list(before)} as {list(after)}, which folds rows of different slices into one dim"
+    )
+
+
+def _with_rows(op: Op, split: Split, dim: int, rows: pl.Rows) -> Split:
+    if isinstance(split.meaning, pl.INDEX_MEANINGS) and rows != split.rows:
+        raise op.refuse("regroups row numbers")
+    return Split(dim, rows, _regrouped(split.meaning))
 
 
 @pl.register_rule(aten.view, aten.reshape, aten._unsafe_view, aten.unflatten, aten.flatten)
 def reshape(op: Op) -> Decision:
-    source = op["self"]
-    place = op.place(source)
-    if isinstance(place, Counts):
+    if isinstance(op.place(op["self"]), Counts):
         return linear_on_counts(op)
-    if not isinstance(place, Split):
-        raise op.refuse("has no rule for this operand")
     if "dtype" in op.arguments:
         raise op.refuse("reinterprets the bytes of rows")
-    result = reshaped_dim(op, place, pl.shape_of(source), op.shape)
-    meaning = carry(place.meaning)
-    if isinstance(meaning, pl.INDEX_MEANINGS) and result.rows != place.rows:
-        raise op.refuse("regroups row numbers")
-    return Decision(Split(result.dim, result.rows, meaning), replace=_sizes(op, place, result))
+    result = reshaped(op, _single(op), pl.shape_of(op["self"]), op.shape)
+    return Decision(result, replace=_sizes(op, result))
 
 
-def _sizes(op: Op, before: Split, after: Split) -> dict[str, Any]:
+def _sizes(op: Op, after: Split) -> dict[str, Any]:
     """Size arguments for a slice: -1 along the sliced dim, the others spelled out."""
     packet = op.node.target.overloadpacket
     if packet is aten.flatten:
@@ -79,54 +102,77 @@ def _sizes(op: Op, before: Split, after: Split) -> dict[str, Any]:
     if not 0 <= at < len(sizes):
         return {}
     for i, size in enumerate(sizes):
-        if size == -1 and i != at:
+        if isinstance(size, int) and size == -1 and i != at:
             sizes[i] = op.shape[first + i]
     sizes[at] = -1
     return {name: sizes}
 
 
-@pl.register_rule(aten.expand, aten.expand_as, aten.broadcast_to)
+@pl.register_rule(aten.view_as, aten.reshape_as)
+def reshape_as(op: Op) -> Decision:
+    """The shape of another value: its slices have the shape that the slices need."""
+    match op.place(op["self"]), op.place(op["other"]):
+        case Counts(form), (Counts() | Whole()):
+            shape = [int(size) for size in op.shape]
+            return Decision(Counts(pl.Form(form.matrix.reshape(*shape, -1), form.base)))
+        case Split() as place, Split(dim, rows):
+            result = reshaped(op, place, pl.shape_of(op["self"]), op.shape)
+            if (result.dim, result.rows) == (dim, rows):
+                return Decision(result)
+    raise op.refuse(f"takes the shape of {op['other']}, which has other rows")
+
+
+@pl.register_rule(aten.view_as_real, aten.view_as_complex)
+def view_pairs(op: Op) -> Decision:
+    """A last dim of pairs, as complex numbers; or back."""
+    split = _single(op)
+    if op.node.target.overloadpacket is aten.view_as_complex and split.dim == len(op.shape):
+        raise op.refuse("pairs up rows of different slices")
+    return Decision(Split(split.dim, split.rows))
+
+
+@pl.register_rule(aten.expand, aten.broadcast_to)
 def expand(op: Op) -> Decision:
-    if op.node.target.overloadpacket is aten.expand_as:
-        raise op.refuse("has no rule for operands that differ in rows")
     match op.place(op["self"]):
         case Split(dim, rows, meaning):
-            added = len(op.shape) - len(pl.shape_of(op["self"]))
+            at = dim + len(op.shape) - len(pl.shape_of(op["self"]))
             sizes = list(op["size"])
-            sizes[dim + added] = -1
-            return Decision(Split(dim + added, rows, meaning), replace={"size": sizes})
+            sizes[at] = -1
+            return Decision(Split(at, rows, _part(op, meaning)), replace={"size": sizes})
         case Counts():
             return linear_on_counts(op)
         case _:
-            raise op.refuse("has no rule for this operand")
+            raise op.refuse("is given a size that differs between slices")
 
 
-def _single(op: Op) -> Split:
-    place = op.place(op["self"])
-    if not isinstance(place, Split):
-        raise op.refuse("has no rule for a sum over slices")
-    return place
+@pl.register_rule(aten.expand_as)
+def expand_as(op: Op) -> Decision:
+    source, other = op["self"], op["other"]
+    match op.place(source), op.place(other):
+        case Split(dim, rows, meaning), Split(other_dim, other_rows) if (
+            rows == other_rows
+            and dim - len(pl.shape_of(source)) == other_dim - len(pl.shape_of(other))
+        ):
+            return Decision(Split(other_dim, rows, _part(op, meaning)))
+    split, narrow = align(op, [source, other], len(op.shape))
+    return Decision(split, narrow)
 
 
-@pl.register_rule(aten.transpose, aten.t, aten.permute, aten.swapaxes, aten.movedim, aten.mT)
+# --- the order of dims ----------------------------------------------------------------------------
+
+
+@pl.register_rule(
+    aten.transpose, aten.t, aten.permute, aten.swapaxes, aten.swapdims, aten.movedim, aten.moveaxis,
+    aten.mT, aten.numpy_T, aten.adjoint,
+)  # fmt: skip
 def permute(op: Op) -> Decision:
+    """Where a dim goes is read off an empty tensor whose sizes all differ."""
     if isinstance(op.place(op["self"]), Counts):
         return linear_on_counts(op)
     split = _single(op)
-    num_dims = len(op.shape)
-    match op.node.target.overloadpacket:
-        case aten.permute:
-            order = [d % num_dims for d in op["dims"]]
-        case aten.t:
-            order = list(range(num_dims))[::-1]
-        case aten.transpose | aten.swapaxes:
-            order = list(range(num_dims))
-            a, b = (op.get(k, op.get(f"axis{k[-1]}")) % num_dims for k in ("dim0", "dim1"))
-            order[a], order[b] = order[b], order[a]
-        case _:
-            raise op.refuse("has no rule")
-    meaning = None if isinstance(split.meaning, pl.OneHot) else carry(split.meaning)
-    return Decision(Split(order.index(split.dim), split.rows, meaning))
+    probe = torch.empty([2 + dim for dim in range(len(op.shape))], device="meta")
+    moved = op.node.target(probe, *op.node.args[1:], **op.node.kwargs)
+    return Decision(Split(moved.shape.index(2 + split.dim), split.rows, _regrouped(split.meaning)))
 
 
 @pl.register_rule(aten.unsqueeze)
@@ -135,7 +181,7 @@ def unsqueeze(op: Op) -> Decision:
         return linear_on_counts(op)
     split = _single(op)
     dim = op["dim"] % len(op.shape)
-    return Decision(Split(split.dim + (dim <= split.dim), split.rows, carry(split.meaning)))
+    return Decision(Split(split.dim + (dim <= split.dim), split.rows, _regrouped(split.meaning)))
 
 
 @pl.register_rule(aten.squeeze)
@@ -146,13 +192,15 @@ def squeeze(op: Op) -> Decision:
     shape = pl.shape_of(op["self"])
     dims = op.get("dim")
     if dims is None:
-        raise op.refuse("without a dim depends on the size of every dim", "name the dim")
-    listed = [dims] if isinstance(dims, int) else list(dims)
-    removed = [d % len(shape) for d in listed if shape[d % len(shape)] == 1]
-    if split.dim in removed:
-        raise op.refuse("removes the sliced dim")
-    shift = sum(d < split.dim for d in removed)
-    return Decision(Split(split.dim - shift, split.rows, carry(split.meaning)))
+        raise op.refuse("without a dim removes a batch of one row", "name the dim")
+    listed = {d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)}
+    if split.dim in listed:
+        raise op.refuse(f"removes dim {split.dim} from a slice of one row", "name other dims")
+    shift = sum(d < split.dim and shape[d] == 1 for d in listed)
+    return Decision(Split(split.dim - shift, split.rows, _regrouped(split.meaning)))
+
+
+# --- parts ----------------------------------------------------------------------------------------
 
 
 @pl.register_rule(aten.select)
@@ -162,8 +210,8 @@ def select(op: Op) -> Decision:
     split = _single(op)
     dim = op["dim"] % (len(op.shape) + 1)
     if dim == split.dim:
-        raise op.refuse("takes one row of the batch")
-    return Decision(Split(split.dim - (dim < split.dim), split.rows, carry(split.meaning)))
+        raise op.refuse(f"takes one row of dim {dim}, along which the batch is sliced")
+    return Decision(Split(split.dim - (dim < split.dim), split.rows, _part(op, split.meaning)))
 
 
 @pl.register_rule(aten.slice, aten.narrow)
@@ -171,13 +219,47 @@ def slice_(op: Op) -> Decision:
     if isinstance(op.place(op["self"]), Counts):
         return linear_on_counts(op)
     split = _single(op)
-    if op["dim"] % len(op.shape) == split.dim:
-        if pl.same(op.shape[split.dim], pl.shape_of(op["self"])[split.dim]) and (
-            op.node.target.overloadpacket is aten.slice and op["step"] == 1 and not op["start"]
-        ):
-            return Decision(split, replace={"end": None})
-        raise op.refuse("takes a range of rows of the batch")
-    return Decision(Split(split.dim, split.rows, carry(split.meaning)))
+    dim = op["dim"] % len(op.shape)
+    if dim != split.dim:
+        return Decision(Split(split.dim, split.rows, _part(op, split.meaning)))
+    takes_all = pl.same(op.shape[dim], pl.shape_of(op["self"])[dim])
+    if takes_all and op.get("step") == 1 and op["start"] in (None, 0):
+        return Decision(split, replace={"end": None})
+    raise op.refuse(f"takes a range of dim {dim}, along which the batch is sliced")
+
+
+@pl.register_rule(aten.tril, aten.triu)
+def triangle(op: Op) -> Decision:
+    split = _single(op)
+    if split.dim >= len(op.shape) - 2 or isinstance(split.meaning, pl.INDEX_MEANINGS):
+        raise op.refuse(f"depends on the position along dim {split.dim}, which is sliced")
+    return Decision(Split(split.dim, split.rows))
+
+
+@pl.register_rule(aten.pad, aten.constant_pad_nd)
+def pad(op: Op) -> Decision:
+    """Pads come in pairs, for the last dim first."""
+    if isinstance(op.place(op["self"]), Counts):
+        if op.get("mode", "constant") != "constant" or op.get("value"):
+            raise op.refuse("pads counts with something else than zeros")
+        return linear_on_counts(op)
+    split = _single(op)
+    padded = {len(op.shape) - 1 - i // 2 for i, size in enumerate(op["pad"]) if size != 0}
+    if split.dim in padded or isinstance(split.meaning, pl.INDEX_MEANINGS):
+        raise op.refuse(f"pads dim {split.dim}, along which the batch is sliced")
+    return Decision(Split(split.dim, split.rows))
+
+
+@pl.register_rule(aten.repeat, aten.tile)
+def repeat(op: Op) -> Decision:
+    split = _single(op)
+    times = list(op.get("repeats", op.get("dims")))
+    added = len(op.shape) - len(pl.shape_of(op["self"]))
+    times = [1] * (len(op.shape) - len(times)) + times
+    at = split.dim + added
+    if isinstance(times[at], fx.Node) or times[at] != 1:
+        raise op.refuse(f"repeats dim {split.dim}, along which the batch is sliced")
+    return Decision(Split(at, split.rows, _part(op, split.meaning)))
 
 
 @pl.register_rule(aten.unbind)
@@ -187,129 +269,145 @@ def unbind(op: Op) -> Decision:
     split = _single(op)
     dim = op["dim"] % len(pl.shape_of(op["self"]))
     if dim == split.dim:
-        raise op.refuse("takes the batch apart row by row")
-    item = Split(split.dim - (dim < split.dim), split.rows, carry(split.meaning))
-    return Decision(Many((item,) * _num_results(op)))
+        raise op.refuse(f"takes dim {dim} apart, along which the batch is sliced")
+    return _parts_alike(op, split, split.dim - (dim < split.dim))
 
 
-@pl.register_rule(aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split)
+@pl.register_rule(
+    aten.split, aten.split_with_sizes, aten.chunk, aten.tensor_split, aten.unsafe_split,
+    aten.unsafe_chunk, aten.unsafe_split_with_sizes,
+)  # fmt: skip
 def split_(op: Op) -> Decision:
+    if isinstance(op.place(op["self"]), Counts):
+        return linear_on_counts(op)
     split = _single(op)
-    dim = op["dim"] % len(pl.shape_of(op["self"]))
-    if dim != split.dim:
-        item = Split(split.dim, split.rows, carry(split.meaning))
-        return Decision(Many((item,) * _num_results(op)))
+    if op["dim"] % len(pl.shape_of(op["self"])) != split.dim:
+        return _parts_alike(op, split, split.dim)
     sizes = op.get("split_sizes", op.get("split_size"))
     match split.rows:
         case pl.Received() as received if isinstance(sizes, list | tuple):
             return Decision(Many(tuple(_parts(op, received, split.dim, sizes))))
-    raise op.refuse("cuts the batch at fixed rows")
+    raise op.refuse(f"cuts dim {split.dim}, along which the batch is sliced, at fixed rows")
 
 
-def _parts(op: Op, received: pl.Received, dim: int, sizes: Sequence[Any]) -> list[Split]:
+def _parts_alike(op: Op, split: Split, dim: int) -> Decision:
+    """Parts of every row; those of ids are keys of their own."""
+    meaning = split.meaning
+    if isinstance(meaning, pl.Ids):
+        num = len(graph.fake_value(op.node))
+        keys = (pl.Ids(f"{op.node.name}.{i}", meaning.limit) for i in range(num))
+        return Decision(Many(tuple(Split(dim, split.rows, key) for key in keys)))
+    item = Split(dim, split.rows, _regrouped(meaning))
+    return Decision(Many((item,) * len(graph.fake_value(op.node))))
+
+
+def _parts(op: Op, received: pl.Received, dim: int, sizes: Sequence[Any]) -> Iterator[Split]:
     """The received rows cut on borders of their runs, proven by equal forms."""
-    parts: list[Split] = []
     segments = list(received.segments)
     for size in sizes:
         place = op.place(size)
         if not isinstance(place, Scalar):
-            raise op.refuse("cuts received rows by a size that is no count of theirs")
+            raise op.refuse(f"cuts received rows by {size}, which is no count of theirs")
         taken: list[pl.Segment] = []
         while segments and (not taken or pl.total([s.length for s in taken]) != place.form):
             taken.append(segments.pop(0))
         if not taken or pl.total([s.length for s in taken]) != place.form:
-            raise op.refuse("cuts received rows inside a run of one expert")
-        parts.append(Split(dim, pl.Received(received.dispatch, tuple(taken), received.back)))
+            raise op.refuse(f"cuts received rows by {size}, inside the run of one expert")
+        yield Split(dim, pl.Received(received.dispatch, tuple(taken), received.back))
     if segments:
         raise op.refuse("leaves received rows out")
-    return parts
 
 
-def _num_results(op: Op) -> int:
-    from overlap import graph
-
-    return len(graph.fake_value(op.node))
+# --- cat ------------------------------------------------------------------------------------------
 
 
-@pl.register_rule(aten.cat, aten.stack)
+@pl.register_rule(aten.cat, aten.concat, aten.stack)
 def cat(op: Op) -> Decision:
-    tensors = list(op["tensors"])
+    tensors: list[fx.Node] = list(op["tensors"])
+    places = [op.place(tensor) for tensor in tensors]
     is_stack = op.node.target.overloadpacket is aten.stack
     dim = op["dim"] % len(op.shape)
-    if all(isinstance(op.place(t), Counts | Whole) for t in tensors):
-        raise op.refuse("has no rule for sums over slices")
-    splits = [op.place(t) for t in tensors]
-    first = next(s for s in splits if isinstance(s, Split))
+    first = next((p for p in places if isinstance(p, Split)), None)
+    if first is None:
+        return _cat_counts(op, tensors, dim, is_stack)
     if dim == first.dim and not is_stack:
-        return Decision(Split(dim, _concatenated(op, splits)))
-    narrow: dict[fx.Node, tuple[int, Any]] = {}
-    for tensor, place in zip(tensors, splits, strict=True):
+        return Decision(Split(dim, _concatenated(op, places)))
+    offset = first.dim - len(pl.shape_of(tensors[places.index(first)]))
+    narrow: Narrow = {}
+    for tensor, place in zip(tensors, places, strict=True):
         match place:
-            case Split(d, rows) if d == first.dim and rows == first.rows:
-                if isinstance(place.meaning, pl.INDEX_MEANINGS):
+            case Split(d, rows, meaning) if d == first.dim and rows == first.rows:
+                if isinstance(meaning, pl.INDEX_MEANINGS):
                     raise op.refuse("concatenates row numbers as data")
-            case Whole() if isinstance(first.rows, pl.Base) and pl.same(
-                pl.shape_of(tensor)[first.dim], first.rows.per_batch_row * op.batch
-            ):
-                narrow[tensor] = (first.dim, first.rows.per_batch_row)
+            case Whole():
+                narrow |= narrow_to(op, tensor, offset, first.rows, broadcasts=False)
             case _:
-                raise op.refuse("concatenates values with different rows")
+                raise op.refuse(f"concatenates {tensor}, which has other rows")
     at = first.dim + (1 if is_stack and dim <= first.dim else 0)
     return Decision(Split(at, first.rows), narrow)
 
 
-def _concatenated(op: Op, parts: Sequence[pl.Placement]) -> pl.Rows:
+def _concatenated(op: Op, parts: Sequence[pl.Placement]) -> pl.Received:
+    """Received rows put together again from parts of one dispatch."""
     segments: list[pl.Segment] = []
     origin: tuple[str, pl.Sorted] | None = None
     for part in parts:
         match part:
-            case Split(rows=pl.Received(dispatch, runs, back)) if (
-                origin in (None, (dispatch, back)) and len(set(runs) & set(segments)) == 0
+            case Split(rows=pl.Received(dispatch, runs, back), meaning=None) if (
+                origin in (None, (dispatch, back)) and not set(runs) & set(segments)
             ):
                 origin = (dispatch, back)
                 segments.extend(runs)
             case _:
-                raise op.refuse("concatenates rows of different batches along the sliced dim")
+                raise op.refuse("concatenates along the dim along which the batch is sliced")
     assert origin is not None
     return pl.Received(origin[0], tuple(segments), origin[1])
 
 
+def _cat_counts(op: Op, tensors: Sequence[fx.Node], dim: int, is_stack: bool) -> Decision:
+    """Counts beside counts or zeros, as in `cat([zeros(1), counts.cumsum(0)])`."""
+    form = next((p.form for t in tensors if isinstance(p := op.place(t), Counts)), None)
+    if form is None:
+        if all(isinstance(op.place(t), Partial) for t in tensors):
+            return Decision(Partial())
+        raise op.refuse("concatenates sums over the slices with something else")
+    matrices: list[np.ndarray] = []
+    for tensor in tensors:
+        match op.place(tensor):
+            case Counts(other) if other.base == form.base:
+                matrices.append(other.matrix)
+            case Whole(fill=0.0):
+                shape = [int(size) for size in pl.shape_of(tensor)]
+                matrices.append(np.zeros((*shape, form.matrix.shape[-1]), dtype=np.int64))
+            case _:
+                raise op.refuse("concatenates counts with something else")
+    joined = np.stack(matrices, dim) if is_stack else np.concatenate(matrices, dim)
+    return Decision(Counts(pl.Form(joined, form.base)))
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
 def linear_on_counts(op: Op) -> Decision:
     """A linear operator on counts: run it on every unit vector of the histogram."""
-    place = op.place(op.operands[0])
-    assert isinstance(place, Counts)
-    if any(pl.is_sliced(op.place(node)) for node in op.operands[1:]):
-        raise op.refuse("mixes counts with other sliced values")
-    matrix = torch.from_numpy(place.form.matrix)
-
-    def literal(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            raise op.refuse("reads a size that is no literal")
-        return arg
-
     source = op.operands[0]
-    args = fx.node.map_aggregate(op.node.args, lambda a: a if a is source else literal(a))
+    place = op.place(source)
+    assert isinstance(place, Counts)
+    if len(op.operands) > 1:
+        raise op.refuse("reads a size that is no literal")
+    matrix = torch.from_numpy(place.form.matrix)
 
     def run(unit: int) -> Any:
         column = matrix[..., unit]
-        return op.node.target(*fx.node.map_aggregate(args, lambda a: column if a is source else a))
+        args, kwargs = fx.node.map_arg((op.node.args, dict(op.node.kwargs)), lambda _: column)
+        return op.node.target(*args, **kwargs)
 
     columns = [run(unit) for unit in range(matrix.shape[-1])]
     if isinstance(columns[0], list | tuple):
-        forms = [torch.stack(list(items), -1) for items in zip(*columns, strict=True)]
-        return Decision(Many(tuple(Counts(pl.Form(f.numpy(), place.form.base)) for f in forms)))
-    return Decision(Counts(pl.Form(torch.stack(columns, -1).numpy(), place.form.base)))
+        items = (_form_of(results, place.form.base) for results in zip(*columns, strict=True))
+        return Decision(Many(tuple(map(Counts, items))))
+    return Decision(Counts(_form_of(columns, place.form.base)))
 
 
-@pl.register_rule(aten.view_as, aten.reshape_as)
-def reshape_as(op: Op) -> Decision:
-    """The shape of another value: its slices have the shape that the slices need."""
-    match op.place(op["self"]), op.place(op["other"]):
-        case Counts(form), _:
-            shape = [int(size) for size in op.shape]
-            return Decision(Counts(pl.Form(form.matrix.reshape(*shape, -1), form.base)))
-        case Split() as place, Split() as other:
-            result = reshaped_dim(op, place, pl.shape_of(op["self"]), op.shape)
-            if (result.dim, result.rows) == (other.dim, other.rows):
-                return Decision(Split(result.dim, result.rows, carry(place.meaning)))
-    raise op.refuse("takes the shape of a value with other rows")
+def _form_of(columns: Sequence[torch.Tensor], base: str) -> pl.Form:
+    return pl.Form(torch.stack(list(columns), -1).to(torch.int64).numpy(), base)

@@ -58,5 +58,5 @@ def along(sizes: Sequence[int], dim: int) -> dist.ProcessGroup:
         return c10d._get_default_group()
     grid = torch.arange(num_ranks).reshape(list(sizes)).movedim(dim, -1)
     group, _ = dist.new_subgroups_by_enumeration(grid.reshape(-1, sizes[dim]).tolist())
-    assert group is not None
+    assert isinstance(group, dist.ProcessGroup)
     return group

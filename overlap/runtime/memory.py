@@ -20,13 +20,14 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     assert profiled.profiler is not None and profiled.profiler.kineto_results is not None
-    events = [
+    events: list[Any] = profiled.profiler.kineto_results.events()  # the stubs lack `nbytes`
+    changes = [
         (event.start_ns(), event.nbytes())
-        for event in profiled.profiler.kineto_results.events()
+        for event in events
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     ]
     alive = peak = 0
-    for _, num_bytes in sorted(events, key=lambda event: event[0]):
+    for _, num_bytes in sorted(changes, key=lambda change: change[0]):
         alive += num_bytes
         peak = max(peak, alive)
     return peak

@@ -1,0 +1,171 @@
+"""The compiler beside hand-written slicing: a training step of an MoE model on two ranks.
+
+    python -m benchmarks.slicing --link 400 [--json]
+
+As root, over a real link of that bandwidth between two network namespaces; otherwise over the
+emulated one, which is then said. One run, all variants in turn on the same weights and batch:
+
+    eager; eager, p2p              as anyone would write them (`benchmarks.handwritten`)
+    sliced, N=2; sliced, N=4       sliced by hand
+    overlap, N=1, 2, 4             the program as written, through `backend="overlap"`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+
+from benchmarks import handwritten
+from benchmarks.handwritten import Layer, Model, Shape, Splits
+from benchmarks.netns import LinkUnavailable, shaped_link
+from overlap.runtime import launch, link
+
+BY_HAND = ("eager", "eager, p2p", "sliced, N=2", "sliced, N=4")
+COMPILED_SLICES = (1, 2, 4)
+RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AVX512,STRICT"}
+
+
+class CompiledModel(nn.Module):
+    """The hand-written model's weights and layers, with functional all-to-alls for Dynamo."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+        self.num_ranks = dist.get_world_size()
+        self.weights = nn.ParameterList(nn.Parameter(w) for w in model.weights())
+
+    def forward(self, x_BTD: Tensor, classes_BT: Tensor) -> Tensor:
+        """The mean loss over this rank's tokens."""
+        weights = iter(self.weights)
+        num_tokens = classes_BT.numel()
+        for layer in self._layers(weights):
+            routed = handwritten.attend(self.model.shape, layer, x_BTD, F.linear)
+            counts_E = routed.counts_E.view(self.model.shape.experts)  # bincount's size is data
+            received_E = funcol.all_to_all_single(counts_E, None, None, self.group)
+            sent = counts_E.view(self.num_ranks, -1).sum(1).tolist()
+            received = received_E.view(self.num_ranks, -1).sum(1).tolist()
+            rows = self._exchange(routed.rows_RD, received, sent)
+            rows = handwritten.run_experts(layer, rows, received_E.tolist(), F.linear)
+            rows = self._exchange(rows, sent, received)
+            x_BTD = handwritten.combine(
+                routed.residual_ND, rows, routed.gate_R, routed.token_R, classes_BT.shape[0]
+            )
+        final = Model(self.model.shape, [], next(weights), next(weights))
+        return handwritten.loss_of(final, x_BTD, classes_BT, F.linear) / num_tokens
+
+    def _layers(self, weights: Any) -> list[Layer]:
+        """The layers, their weights taken from the registered parameters in order."""
+        layers: list[Layer] = []
+        for written in self.model.layers:
+            dense = [next(weights) for _ in range(5)]
+            up = [next(weights) for _ in written.up]
+            layers.append(Layer(*dense, up=up, down=[next(weights) for _ in written.down]))
+        return layers
+
+    def _exchange(self, rows: Tensor, output_splits: Splits, splits: Splits) -> Tensor:
+        return funcol.all_to_all_single_autograd(rows, output_splits, splits, self.group)
+
+
+def compiled_step(model: Model, slices: int, profile: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """Forward and backward through the backend; leaves the gradients in its own parameters."""
+    module = CompiledModel(model)
+    options = {"slices": slices, "hardware": profile}
+    forward = torch.compile(module, backend="overlap", fullgraph=True, options=options)
+
+    def step(x_BTD: Tensor, classes_BT: Tensor) -> Tensor:
+        module.zero_grad()
+        loss = forward(x_BTD, classes_BT)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def measure(backend: str, link_mbit: float, repeats: int, shape: Shape) -> dict[str, list[float]]:
+    """Milliseconds of each step of each variant, the slower rank's; the variants take turns."""
+    if backend == link.EMULATED:
+        link.register(link.LinkConfig(bandwidth_mbit=link_mbit))
+    dist.init_process_group(backend)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x_BTD, classes_BT = handwritten.make_batch(shape, rank)
+    model = handwritten.make_model(shape, rank, world)
+    steps: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        name: _by_hand(name, model) for name in BY_HAND
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        profile = _profile_file(Path(folder), link_mbit)
+        for slices in COMPILED_SLICES:
+            steps[f"overlap, N={slices}"] = compiled_step(
+                handwritten.make_model(shape, rank, world), slices, profile
+            )
+        for step in steps.values():  # the first call compiles
+            step(x_BTD, classes_BT)
+    steps_ms: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            dist.barrier()
+            start_s = time.perf_counter()
+            step(x_BTD, classes_BT)
+            took_ms = torch.tensor([1e3 * (time.perf_counter() - start_s)], dtype=torch.float64)
+            dist.all_reduce(took_ms, dist.ReduceOp.MAX)
+            steps_ms[name].append(took_ms.item())
+    dist.barrier()
+    dist.destroy_process_group()
+    return steps_ms
+
+
+def _by_hand(name: str, model: Model) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x_BTD, classes_BT: handwritten.VARIANTS[name].step(model, x_BTD, classes_BT)
+
+
+def _profile_file(folder: Path, link_mbit: float) -> str:
+    """A hardware profile with this link: the compiler is told what the link is, as users would."""
+    path = folder / "link.toml"
+    gbps = link_mbit / 8e3
+    path.write_text(f'base = "cpu"\nnode_gbps = {gbps}\nnetwork_gbps = {gbps}\n')
+    return str(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.slicing", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--link", type=float, default=400, metavar="MBIT", help="bandwidth")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    try:
+        with shaped_link(options.link) as shaped:
+            ranks = shaped.run(
+                measure, "gloo", options.link, options.repeats, Shape(), env=RANK_ENV
+            )
+        kind = f"{options.link:g} Mbit/s between network namespaces"
+    except LinkUnavailable as error:
+        kind = f"an emulated link of {options.link:g} Mbit/s ({error})"
+        arguments = (link.EMULATED, options.link, options.repeats, Shape())
+        ranks = launch.launch(
+            measure, *arguments, options=launch.LaunchOptions(num_ranks=2, env=RANK_ENV)
+        )
+    rows = handwritten.rows_of(f"2-layer MoE, 2 ranks, {kind}", ranks[0])
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        handwritten.print_rows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    from benchmarks import slicing  # by its name, which the ranks can import
+
+    raise SystemExit(slicing.main())

@@ -1,0 +1,274 @@
+"""The command line: `overlap demo`, `overlap explain models.moe:train_step`, ... .
+
+Every verb takes `--json`: one JSON document on standard output and nothing else there. Exit codes:
+0 ok, 1 a check or a rank failed, 2 usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console, Group, RenderableType
+from tyro.conf import FlagCreatePairsOff, Positional, subcommand
+
+from overlap.errors import ConfigError, OverlapError
+from overlap.tables import Grid
+
+if TYPE_CHECKING:
+    from overlap.presets import Preset
+    from overlap.preview import Preview
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+PIPE_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Train a mixture of experts on local ranks over an emulated link, with and without overlap."""
+
+    link: float = 400.0
+    """Bandwidth of the emulated link in Mbit/s, each way."""
+    ranks: int = 2
+    """How many processes train; each wants a core of its own."""
+    slices: int | Literal["auto"] = "auto"
+    """Slices of the batch; auto: the cost model picks."""
+    steps: int = 80
+    """Timed steps of each of the three copies."""
+    config: str = "debug"
+    """Size of the model: toy or debug."""
+    report: Path = Path("report.html")
+    """Where the page with both timelines goes."""
+    svg: Path | None = None
+    """Where the timelines go as a picture; by default nowhere."""
+    json: bool = False
+    """Print one JSON document and nothing else."""
+
+    def run(self, out: Output) -> None:
+        from overlap import demo, demo_view
+
+        options = demo.DemoOptions(
+            link_mbit=self.link,
+            num_ranks=self.ranks,
+            slices=self.slices,
+            steps=self.steps,
+            config=self.config,
+        )
+        result = demo.run(options)
+        self.report.write_text(demo_view.page(result))
+        if self.svg:
+            self.svg.write_text(demo_view.picture(result))
+        out.emit(result.to_json(), demo_view.table(result))
+        out.say(f"  - both timelines and the compiled graphs: {self.report}")
+
+
+@dataclass(frozen=True)
+class _OfTarget:
+    """What explain and simulate share."""
+
+    target: Positional[str]
+    """A training step, as module:function."""
+    config: str | None = None
+    """Which of the target's configurations."""
+    mesh: str | None = None
+    """How the ranks are laid out, as dp=8,ep=8."""
+    world: int | None = None
+    """How many ranks, where no mesh is given."""
+    slices: int | Literal["auto"] = "auto"
+    """Slices of the batch; auto: the cost model picks."""
+    memory_budget: float | None = 1.05
+    """Peak memory allowed, as a ratio of the unscheduled peak; None for no limit."""
+    json: bool = False
+    """Print one JSON document and nothing else."""
+
+
+@dataclass(frozen=True)
+class Explain(_OfTarget):
+    """Say what overlap makes of a training step, without running it: regions, collectives, memory,
+    and each refusal with its reason."""
+
+    hardware: str = "auto"
+    """A hardware profile, or the path of one."""
+    html: Path | None = None
+    """Write the report as a page, too."""
+
+    def run(self, out: Output) -> None:
+        from overlap import report_html
+
+        looked = _look(self, self.hardware)
+        if self.html:
+            self.html.write_text(report_html.report_page(looked.report, f"overlap: {self.target}"))
+        out.emit(looked.report.to_json(), looked.report)
+
+
+@dataclass(frozen=True)
+class Simulate(_OfTarget):
+    """Play a training step on a hardware profile: as written, scheduled, and sliced."""
+
+    hardware: str = "h100"
+    """A hardware profile, or the path of one."""
+    trace: Path | None = None
+    """Write the final timeline as a Chrome trace, which Perfetto opens."""
+
+    def run(self, out: Output) -> None:
+        from overlap import preview
+
+        looked = _look(self, self.hardware)
+        if self.trace:
+            self.trace.write_text(json.dumps(preview.chrome_trace(looked)))
+        out.emit(preview.to_json(looked), preview.view(looked))
+
+
+@dataclass(frozen=True)
+class Passes:
+    """List the presets, and what each pass does."""
+
+    json: bool = False
+    """Print one JSON document and nothing else."""
+
+    def run(self, out: Output) -> None:
+        from overlap import presets
+
+        # A preset prints with the options that differ from a pass's own; so it does in a report.
+        names = {"moe": _pipelines(presets.moe(slices=2)), "none": _pipelines(presets.NONE)}
+        says = {name: _summary(pass_) for name, pass_ in presets.PASSES.items()}
+        lines = [f"{name}: {_in_words(pipelines)}" for name, pipelines in names.items()]
+        passes = Grid(("pass", "what it does"), tuple(says.items()), num_left=2)
+        out.emit({"presets": names, "passes": says}, Group(passes, "", "presets:", *lines))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """List the hardware profiles, or print one."""
+
+    name: Positional[str | None] = None
+    """A profile, or the path of one; by default all are listed."""
+    measure: bool = False
+    """Measure this machine (not built yet)."""
+    probe: bool = False
+    """Probe this machine for exact kernels (not built yet)."""
+    json: bool = False
+    """Print one JSON document and nothing else."""
+
+    def run(self, out: Output) -> None:
+        from overlap import hardware
+
+        for flag, is_set in (("--measure", self.measure), ("--probe", self.probe)):
+            if is_set:
+                raise ConfigError(f"{flag} is not built yet; use a built-in profile or a file")
+        if self.name is not None:
+            fields = dataclasses.asdict(hardware.load(self.name))
+            rows = tuple((name, str(value)) for name, value in fields.items())
+            out.emit(fields, Grid(("field", "value"), rows, num_left=2))
+            return
+        profiles = [hardware.load(name) for name in hardware.names()]
+        columns = ("profile", "device", "fp32 TFLOP/s", "memory GB/s", "node GB/s", "network GB/s")
+        rows = tuple(
+            (
+                profile.name,
+                profile.device,
+                f"{profile.peak_tflops['float32']:g}",
+                f"{profile.memory_gbps:g}",
+                f"{profile.node_gbps:g}",
+                f"{profile.network_gbps:g}",
+            )
+            for profile in profiles
+        )
+        out.emit([dataclasses.asdict(profile) for profile in profiles], Grid(columns, rows, 2))
+
+
+Command = (
+    Annotated[Demo, subcommand("demo")]
+    | Annotated[Explain, subcommand("explain")]
+    | Annotated[Simulate, subcommand("simulate")]
+    | Annotated[Passes, subcommand("passes")]
+    | Annotated[Hardware, subcommand("hardware")]
+)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a verb's result goes: JSON or text on standard output."""
+
+    is_json: bool
+
+    def emit(self, document: Any, text: RenderableType) -> None:
+        if self.is_json:
+            print(json.dumps(document, indent=2))
+        else:
+            width = None if sys.stdout.isatty() else PIPE_WIDTH
+            Console(width=width).print(text, highlight=False)
+
+    def say(self, line: str) -> None:
+        if not self.is_json:
+            print(line)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line, and leave with its exit code."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code of one command."""
+    command: Any = tyro.cli(
+        Command,
+        prog="overlap",
+        description="Hide the communication of distributed PyTorch training under its compute.",
+        args=list(argv),
+        config=(FlagCreatePairsOff,),
+    )
+    try:
+        command.run(Output(command.json))
+    except ConfigError as error:
+        return _fail(error, EXIT_USAGE)
+    except OverlapError as error:
+        return _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        print("overlap: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _fail(error: OverlapError, code: int) -> int:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return code
+
+
+def _look(options: _OfTarget, hardware: str) -> Preview:
+    from overlap import preview
+    from overlap.config import Config
+    from overlap.target import MeshSpec
+
+    if options.mesh and options.world:
+        raise ConfigError("give --mesh or --world, not both: a mesh says how many ranks there are")
+    mesh = MeshSpec.parse(options.mesh) if options.mesh else MeshSpec.of_world(options.world or 2)
+    config = Config(slices=options.slices, memory_budget=options.memory_budget, hardware=hardware)
+    return preview.preview(options.target, options.config, mesh, config)
+
+
+def _pipelines(preset: Preset) -> dict[str, str]:
+    from overlap.pipeline import print_pipeline
+
+    phases = [field.name for field in dataclasses.fields(preset)]
+    return {name: print_pipeline(p) for name in phases if (p := getattr(preset, name))}
+
+
+def _in_words(pipelines: dict[str, str]) -> str:
+    return "; ".join(f"{phase} {text}" for phase, text in pipelines.items()) or "no pass"
+
+
+def _summary(pass_: type) -> str:
+    """The first line of the module that a pass lives in, without the pass's name."""
+    doc = sys.modules[pass_.__module__].__doc__ or ""
+    return doc.strip().split("\n")[0].partition(": ")[2]
+
+
+if __name__ == "__main__":
+    main()

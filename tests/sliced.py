@@ -1,0 +1,190 @@
+"""Run a module sliced, in one process, beside the same module as written.
+
+`compare(module, make_inputs, ...)` captures the module through Dynamo, proves what may be sliced,
+writes the sliced program for each number of slices, runs it through autograd with plain kernels and
+compares outputs, loss, all gradients and mutated buffers. The loss weighs every element differently,
+so that flips and swaps of rows show.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from functorch.compile import default_partition, make_boxed_func
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from overlap import capture, graph, slicing
+from overlap import placement as pl
+from overlap.passes.functionalize import functionalize
+from overlap.passes.slice import instantiate
+
+RTOL = 2e-5
+"""Of the largest element; sums of a few hundred fp32 terms in another order."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What one run leaves."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class Slicer:
+    """A Dynamo backend that captures once and runs as `pick` slices."""
+
+    def __init__(self, slices: Sequence[int], trim: bool = False) -> None:
+        self.slices, self.trim = slices, trim
+        self.pick = slices[0]
+        self.plan: slicing.Plan | None = None
+        self.error: str = ""
+        self.num_compiles = 0
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.num_compiles += 1
+        try:
+            captured = capture.to_aten(gm).gm
+        except capture.CaptureError as error:
+            self.error = str(error)
+            return plain(gm, inputs)
+        functionalize(captured.graph)
+        captured.recompile()
+        self.plan = slicing.analyse(captured) if self.trim else slicing.prove(captured)
+        variants: dict[int, Callable[..., Any]] = {}
+        for n in self.slices:
+            variant = fx.GraphModule(captured, captured.graph)
+            instantiate(variant, self.plan, n)
+            check_arguments_carried(captured, variant, self.plan)
+            variants[n] = plain(variant, inputs)
+        return lambda *args: variants[self.pick](*args)
+
+    @property
+    def refused(self) -> set[str]:
+        """Names of the operators that are computed once though they read rows of the batch."""
+        assert self.plan is not None, self.error
+        return {pl.operator_name(refused.node) for refused in self.plan.refused}
+
+    @property
+    def num_sliced(self) -> int:
+        assert self.plan is not None, self.error
+        return sum(self.plan.is_sliced(node) for node in self.plan.decisions)
+
+
+def plain(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(gm.forward)
+
+    return aot_autograd(
+        fw_compiler=compiler, inference_compiler=compiler, partition_fn=default_partition
+    )(gm, inputs)
+
+
+def check_arguments_carried(
+    before: fx.GraphModule, after: fx.GraphModule, plan: slicing.Plan
+) -> None:
+    """Every literal argument of a sliced operator is in each of its calls, but for what its rule
+    said it replaces."""
+    calls: dict[tuple[Any, str], list[dict[str, Any]]] = {}
+    for node in after.graph.nodes:
+        key = (node.target, graph.stack_trace(node))
+        calls.setdefault(key, []).append(pl.schema_arguments(node))
+    for node, decision in plan.decisions.items():
+        if node.op != "call_function" or not plan.is_sliced(node) or decision.drop:
+            continue
+        literals = {
+            name: value
+            for name, value in pl.schema_arguments(node).items()
+            if name not in decision.replace and isinstance(value, bool | int | float | str | None)
+        }
+        found = calls[node.target, graph.stack_trace(node)]
+        assert any(literals.items() <= call.items() for call in map(_hashable, found)), node
+
+
+def _hashable(call: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in call.items() if isinstance(v, bool | int | float | str | None)}
+
+
+def run(module: nn.Module, call: Callable[..., Any], inputs: Sequence[Any]) -> Outcome:
+    """One forward and backward through `call`, the module or what was compiled of it."""
+    fresh = [x.detach().clone() if isinstance(x, Tensor) else x for x in inputs]
+    for x in fresh:
+        if isinstance(x, Tensor) and x.is_floating_point():
+            x.requires_grad_()
+    module.zero_grad()
+    torch.manual_seed(1)
+    result = call(*fresh)
+    outputs = list(result) if isinstance(result, tuple | list) else [result]
+    terms = [weighed(y) for y in outputs if y.requires_grad]
+    if terms:
+        torch.stack(terms).sum().backward()
+    tensors = {name: p for name, p in module.named_parameters()}
+    tensors |= {f"input {i}": x for i, x in enumerate(fresh) if isinstance(x, Tensor)}
+    return Outcome(
+        [y.detach().clone() for y in outputs],
+        {name: t.grad.clone() for name, t in tensors.items() if t.grad is not None},
+        {name: buffer.clone() for name, buffer in module.named_buffers()},
+    )
+
+
+def weighed(y: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(y.numel())
+    weights = torch.rand(y.shape, generator=generator, dtype=torch.float64) + 0.5
+    return (y.double() * weights).sum() if not y.is_complex() else (y.abs() * weights).sum()
+
+
+def check_same(found: Outcome, expected: Outcome, rtol: float = RTOL) -> None:
+    assert len(found.outputs) == len(expected.outputs)
+    for i, (y, z) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+        assert y.shape == z.shape and y.dtype == z.dtype, f"output {i}: {y.shape}, {z.shape}"
+        check_close(f"output {i}", y, z, rtol, _scale(z))
+    assert found.gradients.keys() == expected.gradients.keys()
+    # A floor beside the relative error: some gradients are zero in theory.
+    floor = max((_scale(g) for g in expected.gradients.values()), default=0.0)
+    for name, g in expected.gradients.items():
+        check_close(f"gradient of {name}", found.gradients[name], g, rtol, floor)
+    for name, buffer in expected.buffers.items():
+        check_close(f"buffer {name}", found.buffers[name], buffer, rtol, _scale(buffer))
+
+
+def _scale(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() and x.is_floating_point() else 1.0
+
+
+def check_close(what: str, x: Tensor, y: Tensor, rtol: float, scale: float) -> None:
+    if not x.numel():
+        return
+    error = (x.double() - y.double()).abs()
+    error = error[~(x == y)]
+    assert not error.numel() or float(error.max()) <= rtol * max(scale, 1e-6), (
+        f"{what} is off by {float(error.max()):.2e} of {scale:.2e}"
+    )
+
+
+def compare(
+    module: nn.Module,
+    batches: Sequence[Sequence[Any]],
+    slices: Sequence[int] = (2, 3),
+    dynamic: bool = True,
+    rtol: float = RTOL,
+    trim: bool = False,
+) -> Slicer:
+    """Compare every batch for every number of slices; the slicer tells what was proven."""
+    torch._dynamo.reset()
+    slicer = Slicer(slices, trim)
+    sliced = copy.deepcopy(module)
+    compiled = torch.compile(sliced, backend=slicer, fullgraph=True, dynamic=dynamic)
+    state = copy.deepcopy(module.state_dict())
+    for batch in batches:
+        for n in slices:
+            slicer.pick = n
+            for m in (module, sliced):
+                m.load_state_dict(state)
+            expected = run(module, module, batch)
+            check_same(run(sliced, compiled, batch), expected, rtol)
+    return slicer

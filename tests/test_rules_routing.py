@@ -1,0 +1,83 @@
+"""Routed exchanges: which spellings are proven, which are refused and why. No data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from overlap import capture, collectives, slicing
+from overlap.passes.functionalize import functionalize
+from tests import routed
+
+
+class Stop(Exception):
+    """Ends a compilation when its plan is made."""
+
+
+@pytest.fixture(params=[2], ids=["2 ranks"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def plan_of(module: nn.Module, *inputs: Any, dynamic: bool = True) -> tuple[slicing.Plan, set[str]]:
+    """The plan, and the names of all collectives."""
+    found: list[Any] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        captured = capture.to_aten(gm).gm
+        functionalize(captured.graph)
+        starts = {node.name for node in captured.graph.nodes if collectives.is_start(node)}
+        found.append((slicing.analyse(captured), starts))
+        raise Stop
+
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(
+            capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+        ),
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Stop"),
+    ):
+        torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    return found[0]
+
+
+def layer(steps: routed.Steps, ranks: int) -> routed.Layer:
+    return routed.Layer(steps, ranks, dist.group.WORLD.group_name)
+
+
+def check_sliced(module: nn.Module, dynamic: bool) -> None:
+    plan, starts = plan_of(module, torch.randn(4, 6, routed.D), dynamic=dynamic)
+    assert not plan.remarks, [r.message for r in plan.remarks]
+    assert set(plan.sliced_starts) == starts
+
+
+@pytest.mark.parametrize("name", routed.RIGHT)
+def test_spelling_is_proven(name: str, ranks: int) -> None:
+    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=True)
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "eq", "inverse_back", "labels", "grouped"])
+def test_spelling_is_proven_with_literal_sizes(name: str, ranks: int) -> None:
+    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=False)
+
+
+@pytest.mark.parametrize("name", ["scatter_add", "map", "labels"])
+@pytest.mark.parametrize("ranks", [4], indirect=True)
+def test_spelling_is_proven_on_four_ranks(name: str, ranks: int) -> None:
+    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=True)
+
+
+@pytest.mark.parametrize("name", routed.WRONG)
+def test_wrong_exchange_is_left_whole(name: str, ranks: int) -> None:
+    steps, reason = routed.WRONG[name]
+    plan, _ = plan_of(layer(steps, ranks), torch.randn(4, 6, routed.D))
+    assert plan.sliced_starts == ()
+    assert any(reason in remark.message for remark in plan.remarks), plan.remarks
