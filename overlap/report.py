@@ -22,7 +22,7 @@ from torch import nn
 from overlap import backend, compilation, cost, graph
 from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
 from overlap.config import Config
-from overlap.errors import ConfigError
+from overlap.errors import ConfigError, OverlapError
 from overlap.pipeline import Remark
 from overlap.runtime.link import Record, Recording
 from overlap.simulate import Timeline
@@ -302,13 +302,20 @@ def compile_only(
     torch.compiler.reset()
     num_known = len(compilation.records())
 
+    failed: list[OverlapError] = []
+
     def compile_and_stop(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        backend.overlap(gm, example_inputs, dataclasses.asdict(config))
+        try:
+            backend.overlap(gm, example_inputs, dataclasses.asdict(config))
+        except OverlapError as error:  # Dynamo would wrap it
+            failed.append(error)
         return _stop
 
     try:
         torch.compile(model_or_step, backend=compile_and_stop)(*inputs)
     except _Stopped:
+        if failed:
+            raise failed[0] from None
         return compilation.records()[num_known]
     finally:
         torch.compiler.reset()

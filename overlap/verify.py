@@ -54,7 +54,6 @@ _SIZES = (_aten.sym_size, _aten.sym_stride, _aten.sym_numel, _aten.sym_storage_o
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 _EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 _MODES = "grad and autocast modes"
-_SEEDED = torch.Tag.nondeterministic_seeded
 _MODE_SWITCHES = (torch._C._set_grad_enabled, _ENTER_AUTOCAST, _EXIT_AUTOCAST)
 
 
@@ -182,7 +181,7 @@ def _states_written(node: fx.Node, roots: dict[fx.Node, frozenset[fx.Node]]) -> 
     states = _storages(written_by(node), roots)
     if graph.is_call(node, *_MODE_SWITCHES):
         states.append(_MODES)
-    if isinstance(node.target, torch._ops.OpOverload) and _SEEDED in node.target.tags:
+    if graph.draws_random_numbers(node):
         states.append("random numbers")
     return states
 
