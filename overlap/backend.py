@@ -13,13 +13,13 @@ import dataclasses
 import functools
 import os
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import default_partition
 from torch import fx
+from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
@@ -27,7 +27,6 @@ from overlap import capture, collectives, compilation, cost, graph, presets, sim
 from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
-from overlap.errors import PassError
 from overlap.hardware import Profile
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
@@ -91,7 +90,7 @@ def _restart_with_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[An
     backend (torch 2.13, torch/_dynamo/output_graph.py). Without it sizes stay static, which
     slicing handles through placements.
     """
-    restart = getattr(torch._dynamo.exc, "TensorifyScalarRestartAnalysis", None)
+    restart = getattr(dynamo_exc, "TensorifyScalarRestartAnalysis", None)
     if restart is None:
         return
     marked = False
@@ -179,7 +178,7 @@ def _device_of(example_inputs: Sequence[Any]) -> torch.device:
 def _prepare(
     gm: fx.GraphModule, ctx: Context, record: Compilation
 ) -> tuple[fx.GraphModule, presets.Preset]:
-    """The program that goes to autograd, sliced where it may be, and the passes for what follows."""
+    """The program that goes to autograd, sliced where it may be, and the passes after it."""
     config = record.config
     if config.preset == "none":
         ctx.remark("note", "preset='none' leaves the program as it is")
@@ -234,7 +233,7 @@ def _compile_graph(
 
 
 def _boxed_callable(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The graph's nodes in their order, as Python; frees its inputs and values at their last use."""
+    """The nodes in their order, as Python that frees inputs and values at their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
     forward = gm.forward

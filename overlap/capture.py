@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -41,30 +43,49 @@ class Captured:
 def to_aten(dynamo_gm: fx.GraphModule) -> Captured:
     """Trace Dynamo's graph to ATen under Dynamo's own fake mode.
 
-    Raises CaptureError with the reason where a node has no faithful form at that level: an
-    autograd.Function (its backward would be lost) or anything that does not trace.
+    Raises CaptureError with the reason where a node has no faithful form at that level: what has a
+    backward of its own (it would be lost) and anything that does not trace.
     """
     inputs = graph.placeholders(dynamo_gm.graph)
     fakes = [graph.fake_value(node) for node in inputs]
-    mode = next((f.fake_mode for f in fakes if isinstance(f, torch.Tensor)), None)
+    mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     if mode is None:
         raise CaptureError("the graph has no tensor input")
     interpreter = _Inliner(dynamo_gm)
     # Dynamo's tracing context holds a second fake mode; values of two modes do not mix.
-    with torch._guards.tracing(None), mode, traceback.preserve_node_meta():
+    with tracing(None), mode, traceback.preserve_node_meta():
         try:
             gm = make_fx(interpreter.run, pre_dispatch=True)(*fakes)
         except CaptureError:
             raise
         except Exception as error:
-            first_line = str(error).splitlines()[0] if str(error) else ""
+            first_line = str(error).strip().partition("\n")[0]
             raise CaptureError(
                 f"the graph does not trace to ATen operators: {type(error).__name__}: {first_line}"
             ) from error
+    _check_constants(gm)
     for source, target in zip(inputs, graph.placeholders(gm.graph), strict=True):
         graph.copy_source(source, target)
     graph.set_phase(gm, graph.Phase.FORWARD)
     return Captured(gm, interpreter.policies)
+
+
+def _check_constants(gm: fx.GraphModule) -> None:
+    """A value that tracing lost sight of became a constant: the graph would repeat it for ever."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = getattr(gm, str(node.target), None)
+        if isinstance(value, torch.Tensor) and (
+            graph.is_fake(value) or torch._C._functorch.is_functorch_wrapped_tensor(value)
+        ):
+            raise CaptureError(f"the trace lost sight of a value{_at(node)}")
+
+
+_OWN_BACKWARD = {
+    "autograd_function_apply": "an autograd.Function",
+    "register_hook": "a tensor hook",
+}
+_FAITHFUL = ("cond",)
+"""Higher-order operators that make_fx keeps, with their gradient."""
 
 
 class _Inliner(fx.Interpreter):
@@ -73,26 +94,41 @@ class _Inliner(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self.policies: dict[int, Callable[..., Any] | None] = {}
+        self.node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        match getattr(target, "__name__", ""):
-            case "tag_activation_checkpoint":
-                return self._inline_checkpoint(*args)
-            case "autograd_function_apply":
-                raise CaptureError(
-                    "an autograd.Function has a backward of its own, which is not proven to keep "
-                    "rows apart; leave it out of the compiled module, or write it with operators"
-                )
-            case _:
-                return super().call_function(target, args, kwargs)
+        name = getattr(target, "__name__", "")
+        if name == "tag_activation_checkpoint":
+            return self._inline_checkpoint(*args)
+        if name in _OWN_BACKWARD:
+            raise CaptureError(
+                f"{_OWN_BACKWARD[name]}{_at(self.node)} has a backward of its own, which is not "
+                "proven to keep rows apart; leave it out of the compiled module, or write it with "
+                "operators"
+            )
+        is_higher_order = isinstance(target, torch._ops.HigherOrderOperator)
+        module = getattr(target, "__module__", "") or ""
+        if (is_higher_order and name not in _FAITHFUL) or module.startswith("torch._functorch"):
+            raise CaptureError(f"{name}{_at(self.node)} has no form as ATen operators")
+        return super().call_function(target, args, kwargs)
 
     def _inline_checkpoint(self, body: Any, *args: Any) -> Any:
         region = len(self.policies)
         self.policies[region] = _policy_of(body)
+        for node in body.graph.nodes:
+            graph.annotate(node, CHECKPOINT_KEY, region)
         nested = _Inliner(body)
         nested.policies = self.policies
-        with traceback.annotate({CHECKPOINT_KEY: region}):
-            return nested.run(*args)
+        return nested.run(*args)
+
+
+def _at(node: fx.Node | None) -> str:
+    line = graph.source_line(node) if node is not None else ""
+    return f" ({line})" if line else ""
 
 
 def _policy_of(body: fx.GraphModule) -> Callable[..., Any] | None:
@@ -106,4 +142,4 @@ def _policy_of(body: fx.GraphModule) -> Callable[..., Any] | None:
 
 def checkpoint_region(node: fx.Node) -> int | None:
     """The checkpointed region that a node came from, also after autograd; None outside any."""
-    return (node.meta.get("custom") or {}).get(CHECKPOINT_KEY)
+    return graph.annotation(node, CHECKPOINT_KEY)

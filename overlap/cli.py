@@ -103,7 +103,9 @@ class Explain(_OfTarget):
 
         looked = _look(self, self.hardware)
         if self.html:
-            self.html.write_text(report_html.report_page(looked.report, f"overlap: {self.target}"))
+            title = f"overlap: {self.target}"
+            page = report_html.report_page(looked.report, title, looked.unsliced)
+            self.html.write_text(page)
         out.emit(looked.report.to_json(), looked.report)
 
 
@@ -215,15 +217,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
-def run(argv: Sequence[str]) -> int:
-    """The exit code of one command."""
-    command: Any = tyro.cli(
+def parse(argv: Sequence[str]) -> Any:
+    """The command that the arguments name. Exits with 2, and says why, if they name none."""
+    return tyro.cli(
         Command,
         prog="overlap",
         description="Hide the communication of distributed PyTorch training under its compute.",
         args=list(argv),
         config=(FlagCreatePairsOff,),
     )
+
+
+def run(argv: Sequence[str]) -> int:
+    """The exit code of one command."""
+    command = parse(argv)
     try:
         command.run(Output(command.json))
     except ConfigError as error:

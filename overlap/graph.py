@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils.checkpoint import CheckpointPolicy
 
 _TAG_KEY = "overlap"
@@ -72,6 +73,15 @@ def set_tag(node: fx.Node, tag: Tag) -> None:
     node.meta["custom"] = custom | ({_TAG_KEY: raw} if raw else {})
 
 
+def annotate(node: fx.Node, key: str, value: Any) -> None:
+    """Note a plain value that travels with the node, also through AOTAutograd."""
+    node.meta["custom"] = (node.meta.get("custom") or {}) | {key: value}
+
+
+def annotation(node: fx.Node, key: str) -> Any:
+    return (node.meta.get("custom") or {}).get(key)
+
+
 def fake_value(node: fx.Node) -> Any:
     """The fake tensor, SymInt or nested structure that the node stands for; None if unknown."""
     value = node.meta.get("val")
@@ -81,11 +91,11 @@ def fake_value(node: fx.Node) -> Any:
 def set_fake_value(node: fx.Node, value: Any) -> None:
     node.meta["val"] = value
     if isinstance(value, torch.Tensor):
-        node.meta["tensor_meta"] = fx.passes.shape_prop._extract_tensor_metadata(value)
+        node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
 def copy_facts(source: fx.Node, target: fx.Node) -> None:
-    """Give `target` what is known about `source` (origin, custom, recompute tags), not its value."""
+    """Give `target` what is known about `source`: origin, tags, policies; not its value."""
     for key, value in source.meta.items():
         if key not in _VALUE_KEYS:
             target.meta.setdefault(key, value)
@@ -111,7 +121,6 @@ def stack_trace(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
-_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -206,6 +215,16 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return True
 
 
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The positional arguments of a call, as plain values: fx types them too widely to use."""
+    return node.args
+
+
+def packet_of(node: fx.Node) -> Any:
+    """The operator that a node calls, whatever the overload; the function itself for others."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
 def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     """Put the nodes of `graph` in `order`, which names every node once."""
     cursor = graph._root
@@ -216,8 +235,9 @@ def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 
 def infer_fake_value(node: fx.Node) -> None:
     """Compute and record the fake value of a new call from those of its operands."""
-    values = fx.node.map_arg((node.args, node.kwargs), fake_value)
-    mode = next((t.fake_mode for t in tensors_of_nested(values) if is_fake(t)), None)
+    values = fx.map_arg((node.args, node.kwargs), fake_value)
+    found = (t.fake_mode for t in tensors_of_nested(values) if isinstance(t, FakeTensor))
+    mode = next(found, None)
     args, kwargs = values  # pyright: ignore[reportGeneralTypeIssues]
     with mode or contextlib.nullcontext(), torch.no_grad():
         set_fake_value(node, node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]

@@ -415,16 +415,16 @@ def table(grid: Grid) -> str:
     return f'<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
 
 
-def report_parts(found: Report) -> Iterator[str]:
-    """What there is to say about a compilation, as parts of a page."""
+def report_parts(found: Report, unsliced: Report | None = None) -> Iterator[str]:
+    """What there is to say about a compilation, as parts of a page. `unsliced`: the same program
+    compiled at one slice, whose program order is the program as written."""
     if found.graphs:
         yield heading("Predicted timelines")
         yield note(report.NOMINAL)
-        tracks = [
-            predicted_track("in the order of the program", found, after=False),
-            predicted_track("as scheduled", found, after=True),
-        ]
-        yield timelines(tracks)
+        before = predicted_track("sliced, in program order", found, after=False)
+        if unsliced:
+            before = predicted_track("as written", unsliced, after=False)
+        yield timelines([before, predicted_track("as scheduled", found, after=True)])
         yield heading("Graphs")
         yield table(report.graph_grid(found))
         yield heading("Collectives")
@@ -442,6 +442,6 @@ def report_parts(found: Report) -> Iterator[str]:
         )
 
 
-def report_page(found: Report, title: str = "overlap report") -> str:
+def report_page(found: Report, title: str, unsliced: Report | None = None) -> str:
     """The page of one report."""
-    return page(title, report.headline(found), report_parts(found))
+    return page(title, report.headline(found), report_parts(found, unsliced))

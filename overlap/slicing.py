@@ -143,7 +143,7 @@ class _Prover:
 
     forced: by routing key, why what it routes is not sliced.
     proven: nodes that some pass could slice; that they are refused now follows from `forced`.
-    placements, refused: of the pass over the graph that is under way, so far.
+    decisions, placements, refused: of the pass over the graph that is under way, so far.
     """
 
     def __init__(self, gm: fx.GraphModule, batch_input: fx.Node) -> None:
@@ -154,24 +154,25 @@ class _Prover:
         self.pinned = pinned_nodes(gm.graph)
         self.forced: dict[str, Refused] = {}
         self.proven: set[fx.Node] = set()
+        self.decisions: dict[fx.Node, Decision] = {}
         self.placements: dict[fx.Node, pl.Placement] = {}
         self.refused: list[Refused] = []
 
     def plan(self) -> Plan:
         while True:
             try:
-                decisions = self._decide_all()
+                self._decide_all()
                 break
             except _Unjoinable as problem:
                 self._force(problem)
-        starts = _sliced_starts(self.gm, decisions)
+        starts = _sliced_starts(self.gm, self.decisions)
         reads = _ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
         forced = tuple(self.forced.values())
         barriers = (r for r in self.refused if r.node in reads and r.node not in self.proven)
         return Plan(
             self.batch_input,
             self.batch,
-            decisions,
+            self.decisions,
             starts,
             refused=(*forced, *self.refused),
             remarks=tuple(_distinct([*forced, *barriers])),
@@ -198,9 +199,8 @@ class _Prover:
                 return refused
         return Refused(problem.node, problem.refusal.reason, "", problem.refusal.advice)
 
-    def _decide_all(self) -> dict[fx.Node, Decision]:
-        self.placements, self.refused = {}, []
-        decisions: dict[fx.Node, Decision] = {}
+    def _decide_all(self) -> None:
+        self.decisions, self.placements, self.refused = {}, {}, []
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 self._check_output(node)
@@ -216,8 +216,7 @@ class _Prover:
                 self.proven.add(node)
             placement = _without_forced(decision.placement, frozenset(self.forced))
             self.placements[node] = placement
-            decisions[node] = dataclasses.replace(decision, placement=placement)
-        return decisions
+            self.decisions[node] = dataclasses.replace(decision, placement=placement)
 
     def _check_output(self, node: fx.Node) -> None:
         blocked = [n for n in node.all_input_nodes if not pl.is_joinable(self.placements[n])]
@@ -247,7 +246,7 @@ class _Prover:
         if f"rows.{node.name}" in self.forced:
             raise op.refuse("picks rows that cannot be kept apart")
         if node.target is operator.getitem:
-            return _item(op)
+            return self._item(op)
         rule = pl.rule_for(node)
         if rule is None:
             raise op.refuse("has no placement rule", "register one with overlap.register_rule")
@@ -262,6 +261,14 @@ class _Prover:
                 f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
             ) from error
         return decision
+
+    def _item(self, op: Op) -> Decision:
+        """A part of a value that was computed once is whole as well, and cut where it is read."""
+        source, at = op.node.args
+        match op.place(source):
+            case Many(items):
+                return Decision(items[at], once=self.decisions[source].once)  # pyright: ignore
+        raise op.refuse("picks from a value whose parts are not known")
 
     def _input_placement(self, node: fx.Node) -> pl.Placement:
         value = graph.fake_value(node)
@@ -304,13 +311,6 @@ def _refuse_effects(op: Op) -> None:
         if "mutation" in op.name or "triton" in op.name:
             raise PassError(f"{op.name} ({graph.source_line(node)}) writes in place what it does not name")
         raise op.refuse("runs a graph of its own, which is not looked into")
-
-
-def _item(op: Op) -> Decision:
-    source = op.place(op.node.args[0])
-    if not isinstance(source, Many):
-        raise op.refuse("picks from a value whose parts are not known")
-    return Decision(source.items[op.node.args[1]])  # pyright: ignore[reportArgumentType]
 
 
 def _check(op: Op, decision: Decision, symbols: frozenset[sympy.Symbol]) -> None:

@@ -99,9 +99,7 @@ def counts_of(model: DeepSeekV3) -> list[int]:
 
 def worst(found: list[Tensor], expected: list[Tensor]) -> float:
     largest = max(g.abs().max() for g in expected)
-    return max(
-        float((a - b).abs().max() / largest) for a, b in zip(found, expected, strict=True)
-    )
+    return max(float((a - b).abs().max() / largest) for a, b in zip(found, expected, strict=True))
 
 
 def compare(rank: int, num_ranks: int, job: Job) -> Outcome:
@@ -136,7 +134,7 @@ def check_gradients(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_first_loss_is_bitwise_and_gradients_within_rounding(slices: int) -> None:
-    for outcome in run_ranks(compare, 2, Job(slices, rows=(8,))):
+    for outcome in run_ranks(compare, 2, Job(slices, rows=(8,)), timeout_s=280):
         assert outcome.is_bitwise
         check_gradients(outcome)
         assert not [r for r in outcome.remarks if "refused" in r]
@@ -144,20 +142,22 @@ def test_first_loss_is_bitwise_and_gradients_within_rounding(slices: int) -> Non
 
 def test_uneven_cuts_over_several_steps_and_batch_sizes() -> None:
     job = Job(slices=3, rows=(7, 8, 5))
-    for outcome in run_ranks(compare, 2, job):
+    for outcome in run_ranks(compare, 2, job, timeout_s=280):
         assert outcome.loss_error < 1e-5
         check_gradients(outcome)
 
 
 def test_four_ranks() -> None:
-    for outcome in run_ranks(compare, 4, Job(slices=2)):
+    for outcome in run_ranks(compare, 4, Job(slices=2), timeout_s=280):
         assert outcome.loss_error < 1e-5
         check_gradients(outcome)
 
 
 @pytest.mark.parametrize("favoured", [(0, 2), (0, 1)], ids=["starved experts", "starved rank"])
 def test_experts_without_tokens(favoured: tuple[int, ...]) -> None:
-    for outcome in run_ranks(compare, 2, Job(slices=2, rows=(4,), favoured=favoured)):
+    for outcome in run_ranks(
+        compare, 2, Job(slices=2, rows=(4,), favoured=favoured), timeout_s=280
+    ):
         assert outcome.is_bitwise
         check_gradients(outcome)
 
@@ -169,7 +169,7 @@ def compare_unequal(rank: int, num_ranks: int) -> Outcome:
 
 
 def test_ranks_with_unequal_batches_run_one_order_of_collectives() -> None:
-    outcomes = run_ranks(compare_unequal, 2)
+    outcomes = run_ranks(compare_unequal, 2, timeout_s=280)
     for outcome in outcomes:
         check_gradients(outcome)
         assert outcome.loss_error < 1e-5
@@ -194,6 +194,6 @@ def modes(rank: int, num_ranks: int) -> list[tuple[float, float]]:
 
 
 def test_train_and_eval_switches() -> None:
-    for pairs in run_ranks(modes, 2):
+    for pairs in run_ranks(modes, 2, timeout_s=280):
         for found, expected in pairs:
             assert found == expected

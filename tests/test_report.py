@@ -157,7 +157,7 @@ def test_narrow_boxes_become_one():
 
 
 def test_the_page_needs_nothing_else(compiled: Report):
-    page = report_html.report_page(compiled)
+    page = report_html.report_page(compiled, "a block", compiled)
     outside = re.findall(r"(?:src|href|url)\s*[=(]\s*[\"']?(?!#)[^\"')]+", page)
     assert outside == []
     assert "http" not in page.replace("http://www.w3.org/2000/svg", "")

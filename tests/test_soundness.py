@@ -320,6 +320,9 @@ PROGRAMS: dict[str, Program] = {
     "roll": Program(lambda m, x: (x @ m.w).roll(1, 0), once("roll")),
     "roll_flattened": Program(lambda m, x: (x @ m.w).roll(1), once("roll")),
     "sorted_by_key": Program(sorted_by_key, once("argsort", "index")),
+    "sorted_with_values": Program(
+        lambda m, x: (s := (x @ m.w).flatten(0, 1).sort(0)).values + s.indices, once("sort")
+    ),
     "amax": Program(lambda m, x: (y := x @ m.w) / y.amax(0), once("amax")),
     "std": Program(lambda m, x: (y := x @ m.w) / y.std(0), once("std")),
     "square_of_sum": Program(lambda m, x: (x @ m.w).sum(0).square(), once("square")),

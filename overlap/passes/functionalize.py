@@ -87,9 +87,7 @@ def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
     return overload if names == [a.name for a in overload._schema.arguments] else None
 
 
-def _may_be_replaced(
-    node: fx.Node, sharing: Sequence[fx.Node], order: dict[fx.Node, int]
-) -> bool:
+def _may_be_replaced(node: fx.Node, sharing: Sequence[fx.Node], order: dict[fx.Node, int]) -> bool:
     """Whether the write is seen only through the written value and what is made of it later."""
     if not sharing or any(other.op in ("placeholder", "get_attr") for other in sharing):
         return False

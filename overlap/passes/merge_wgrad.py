@@ -105,8 +105,8 @@ def _apply(merge: _Merge, joined: dict[Any, fx.Node]) -> None:
     """`joined` holds the rows that earlier merges joined: gate and up projection share theirs."""
     root = merge.root
     with root.graph.inserting_before(root):
-        left = _joined([p.args[0] for p in merge.products], 1, root, joined)  # pyright: ignore
-        right = _joined([p.args[1] for p in merge.products], 0, root, joined)  # pyright: ignore
+        left = _joined([graph.args_of(p)[0] for p in merge.products], 1, root, joined)
+        right = _joined([graph.args_of(p)[1] for p in merge.products], 0, root, joined)
         value = _call(root, aten.mm.default, (left, right))
         for node in merge.between:
             value = _call(root, node.target, (value, *node.args[1:]), node.kwargs)
@@ -121,7 +121,8 @@ def _joined(
     """The pieces side by side. Transposed ones are joined before the transpose, so that the copy
     runs along memory."""
     if all(_is_transpose(piece) for piece in pieces):
-        inner = _joined([piece.args[0] for piece in pieces], 1 - dim, like, joined)  # pyright: ignore
+        bases = [graph.args_of(piece)[0] for piece in pieces]
+        inner = _joined(bases, 1 - dim, like, joined)
         return _call(like, aten.t.default, (inner,))
     key = (tuple(pieces), dim)
     if key not in joined:
@@ -132,9 +133,9 @@ def _joined(
 
 def _is_transpose(node: fx.Node) -> bool:
     if node.target is aten.permute.default:
-        return list(node.args[1]) == [1, 0]  # pyright: ignore
+        return list(graph.args_of(node)[1]) == [1, 0]
     if node.target is aten.transpose.int:
-        return sorted(d % 2 for d in node.args[1:3]) == [0, 1]  # pyright: ignore
+        return sorted(d % 2 for d in graph.args_of(node)[1:3]) == [0, 1]
     return node.target is aten.t.default
 
 

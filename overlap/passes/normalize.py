@@ -48,58 +48,55 @@ class Normalize:
 
 
 def _drop_second_wait(node: fx.Node) -> None:
-    source = node.args[0]
+    source = graph.args_of(node)[0]
     if isinstance(source, fx.Node) and collectives.is_wait(source):
         node.replace_all_uses_with(source)
 
 
 def pieces_of(pieces: Sequence[fx.Node], dim: int) -> fx.Node | None:
     """The value whose split along `dim` gives exactly `pieces`, in order; None if there is none."""
-    first = pieces[0]
-    if first.target is not operator.getitem:
+    if pieces[0].target is not operator.getitem:
         return None
-    split = first.args[0]
-    assert isinstance(split, fx.Node)
+    split: fx.Node = graph.args_of(pieces[0])[0]
     if not graph.is_call(split, aten.split_with_sizes) or _dim_of(split) != dim:
         return None
-    if len(split.args[1]) != len(pieces):  # pyright: ignore[reportArgumentType]
-        return None
-    is_exact = all(
+    source, sizes, *_ = graph.args_of(split)
+    is_exact = len(sizes) == len(pieces) and all(
         piece.target is operator.getitem and piece.args == (split, i)
         for i, piece in enumerate(pieces)
     )
-    return split.args[0] if is_exact else None  # pyright: ignore[reportReturnType]
+    return source if is_exact else None
 
 
 def _dim_of(node: fx.Node) -> int:
     """The dim of a split or cat, counted from the front."""
+    args = graph.args_of(node)
     at = 2 if graph.is_call(node, aten.split_with_sizes) else 1
-    dim = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
-    source = node.args[0]
-    tensor = graph.fake_value(source[0] if isinstance(source, list | tuple) else source)
-    return dim % tensor.dim()  # pyright: ignore
+    dim = args[at] if len(args) > at else node.kwargs.get("dim", 0)
+    source = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+    return dim % graph.fake_value(source).dim()
 
 
 def _drop_cat_of_pieces(node: fx.Node) -> None:
-    pieces = list(node.args[0])  # pyright: ignore
+    pieces: list[fx.Node] = list(graph.args_of(node)[0])
     whole = pieces_of(pieces, _dim_of(node)) if pieces else None
     if whole is not None:
         node.replace_all_uses_with(whole)
 
 
 def _drop_split_of_cat(node: fx.Node) -> None:
-    source, sizes = node.args[0], node.args[1]
-    if not graph.is_call(source, aten.cat) or _dim_of(source) != _dim_of(node):  # pyright: ignore
-        return
-    parts = list(source.args[0])  # pyright: ignore
+    source, sizes, *_ = graph.args_of(node)
     dim = _dim_of(node)
-    if len(parts) != len(sizes):  # pyright: ignore
+    if not graph.is_call(source, aten.cat) or _dim_of(source) != dim:
         return
-    for part, size in zip(parts, sizes, strict=True):  # pyright: ignore
-        if not _is_same_size(graph.fake_value(part).shape[dim], size):
-            return
-    for user in list(node.users):
-        user.replace_all_uses_with(parts[user.args[1]])  # pyright: ignore
+    parts: list[fx.Node] = list(graph.args_of(source)[0])
+    is_cut_at_joins = len(parts) == len(sizes) and all(
+        _is_same_size(graph.fake_value(part).shape[dim], size)
+        for part, size in zip(parts, sizes, strict=True)
+    )
+    if is_cut_at_joins:
+        for user in list(node.users):
+            user.replace_all_uses_with(parts[graph.args_of(user)[1]])
 
 
 def _is_same_size(size: int | torch.SymInt, argument: object) -> bool:
@@ -150,10 +147,10 @@ def _stack_selected(root: fx.Node) -> None:
         return
     by_index: dict[int, fx.Node] = {}
     for leaf in leaves:
-        gradient, sizes, dim, index = leaf.args
+        gradient, sizes, dim, index = graph.args_of(leaf)
         if dim != 0 or not isinstance(index, int) or index in by_index:
             return
-        by_index[index % sizes[0]] = gradient  # pyright: ignore
+        by_index[index % sizes[0]] = gradient
     if sorted(by_index) != list(range(graph.fake_value(root).shape[0])):
         return
     with root.graph.inserting_before(root):

@@ -270,7 +270,8 @@ class _Emitter:
         match self.plan.decisions[node].placement:
             case Split(dim, Base(per_batch_row)):
                 return self._cut(node, dim, per_batch_row)[index]
-            case _:
+            case placement:
+                assert not pl.is_sliced(placement), f"{node} is whole and was proven {placement}"
                 return self.whole[node]
 
     def _cut(self, node: fx.Node, dim: int, per_batch_row: sympy.Expr) -> list[fx.Node]:
