@@ -25,12 +25,18 @@ def table(result: DemoResult) -> RenderableType:
 
 def title(result: DemoResult) -> str:
     options = result.options
-    if options.num_ranks == 1:
-        return "overlap demo: 1 rank, so there is no communication and nothing to hide"
+    ranks = f"{options.num_ranks} rank{'s' * (options.num_ranks > 1)}"
+    if not communicates(result):
+        return f"overlap demo: {ranks}, no communication, so nothing to hide"
     return (
-        f"overlap demo: {options.num_ranks} ranks train a mixture of experts over a link emulated "
-        f"at {options.link_mbit:g} Mbit/s"
+        f"overlap demo: {ranks} train a mixture of experts over a link emulated at "
+        f"{options.link_mbit:g} Mbit/s"
     )
+
+
+def communicates(result: DemoResult) -> bool:
+    """Whether experts are shared: one rank has all, and so has each of 3 where there are 8."""
+    return result.variant(EAGER).comm_ms.median > 0
 
 
 def grid(result: DemoResult) -> Grid:
@@ -52,13 +58,12 @@ def grid(result: DemoResult) -> Grid:
 def _row(variant: Variant, result: DemoResult) -> tuple[str, ...]:
     step, speedup = variant.step_ms, variant.speedup
     is_eager = variant.name == EAGER
-    has_comm = variant.comm_ms.median > 0
     return (
         _name(variant, result),
         f"{step.min:.0f} {step.q1:.0f} {step.median:.0f}",
         f"{variant.comm_ms.median:.0f}",
         f"{variant.exposed_ms.median:.0f}",
-        percent(variant.hidden) if has_comm else "-",
+        percent(variant.hidden) if communicates(result) else "-",
         "-" if is_eager else f"{speedup.median:.2f}x ({speedup.q1:.2f}-{speedup.q3:.2f})",
         "-" if is_eager else f"{variant.max_loss_diff:.1e}",
         f"{variant.peak_bytes / 1e6:.1f}",
@@ -74,15 +79,15 @@ def _name(variant: Variant, result: DemoResult) -> str:
 
 def notes(result: DemoResult) -> Iterator[str]:
     """What has to be known to read the table."""
-    first, own = result.variants[0], result.variant(OVERLAP)
-    if result.options.num_ranks > 1:
+    own = result.variant(OVERLAP)
+    if communicates(result):
         yield (
             "the link is emulated: gloo moves the real bytes between processes of this machine, "
             "and each collective takes as long as bytes / bandwidth says; gradients are averaged "
             "over plain gloo, beside the link, as part of the step"
         )
     else:
-        yield "one rank has all experts: try --ranks 2"
+        yield "every rank has all experts: --ranks 2 shares them"
     yield (
         f"{len(result.variants)} copies of the model took turns, {BLOCK_STEPS} steps each, on the "
         f"same batches, {result.num_steps} timed steps in all; speed-up is eager's time over the "
@@ -96,7 +101,7 @@ def notes(result: DemoResult) -> Iterator[str]:
     losses = ", ".join(f"{_name(v, result)} {v.heldout_loss:.4f}" for v in result.variants)
     yield f"held-out loss, nats a byte: {losses}"
     yield f"peak memory: {memory.METHOD}"
-    if first.comm_ms.median > 0:
+    if communicates(result):
         yield "exposed: on the link while the caller was blocked in a wait"
 
 

@@ -328,7 +328,7 @@ def _check(op: Op, decision: Decision, symbols: frozenset[sympy.Symbol]) -> None
     value = graph.fake_value(op.node)
     match decision.placement:
         case Many(items):
-            values = list(value) if isinstance(value, list | tuple) else []
+            values = list(value) if isinstance(value, list | tuple) else [value]
             if len(values) != len(items):
                 raise op.refuse(f"has {len(values)} results, and its rule says {len(items)}")
         case placement:

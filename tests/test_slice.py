@@ -98,9 +98,9 @@ def test_exchange_of_another_dim_is_sliced() -> None:
 
 def test_batch_is_the_dim_that_slices_most() -> None:
     def program(table: Tensor, x: Tensor) -> Tensor:
-        return wait(all_to_all((x * table).transpose(0, 1)))
+        return wait(all_to_all((x * table.sum()).transpose(0, 1)))
 
-    gm = trace(program, torch.randn(3), torch.randn(6, 4, 3))
+    gm = trace(program, torch.randn(5), torch.randn(6, 4, 3))
     plan = slicing.analyse(gm)
     assert plan.batch == 6 and plan.sliced_starts
 
@@ -133,7 +133,7 @@ def test_error_in_a_rule_is_a_refusal(broken_rule: Any) -> None:
         (pl.Split(0, pl.Base(pl.sympy.Integer(2))), "expected 8 rows along dim 0"),
         (pl.Split(0, pl.Base(pl.sympy.Symbol("s9"))), "expected 4*s9 rows"),
         (pl.Counts(pl.identity_form(3, "hist:x")), "expected (3,) counts"),
-        (pl.Many(()), "has 0 results, and its rule says 0"),
+        (pl.Many(()), "has 1 results, and its rule says 0"),
     ],
 )
 def test_a_rule_is_held_to_the_value(placement: pl.Placement, reason: str) -> None:
@@ -141,10 +141,8 @@ def test_a_rule_is_held_to_the_value(placement: pl.Placement, reason: str) -> No
     pl.register_rule(packet)(lambda op: (op.place(op["self"]), Decision(placement))[1])
     try:
         gm = trace(lambda x: torch.erfinv(x), torch.randn(4, 3))
-        plan = slicing.prove(gm)
-        assert plan.refused, placement
-        if not isinstance(placement, pl.Many):
-            assert reason in plan.refused[0].reason
+        [refused] = slicing.prove(gm).refused
+        assert reason in refused.reason
     finally:
         del pl._RULES[packet]
 
