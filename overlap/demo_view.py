@@ -93,10 +93,12 @@ def notes(result: DemoResult) -> Iterator[str]:
         f"same batches, {result.num_steps} timed steps in all; speed-up is eager's time over the "
         "variant's, paired by turn"
     )
-    same = "bitwise equal to" if own.first_loss_diff == 0 else f"{own.first_loss_diff:.1e} off"
+    first = f"the first loss is {own.first_loss_diff:.1e} off"
+    if own.num_equal_losses:
+        first = f"the first {own.num_equal_losses} losses are bitwise equal to eager's"
     yield (
-        f"numerics '{result.numerics}': the first loss is {same} eager's; later ones differ, at "
-        "most as shown, as rounding adds up and now and then flips a near-tie of a router"
+        f"numerics '{result.numerics}': {first}; later ones differ, at most as shown, as rounding "
+        "adds up and now and then flips a near-tie of a router"
     )
     losses = ", ".join(f"{_name(v, result)} {v.heldout_loss:.4f}" for v in result.variants)
     yield f"held-out loss, nats a byte: {losses}"

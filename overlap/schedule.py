@@ -37,7 +37,8 @@ _PATIENCE = 0.6
 _NUM_TRIES = 4  # tasks that memory refuses before the reference decides
 _SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
 _MIN_ATTEMPTS, _MAX_ATTEMPTS = 4, 200
-_NUM_FIXED_RULES = 6
+_NUM_FIXED_RULES = 8
+_SHORT = 0.1  # of the longest collective's time: a collective below it prepares another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +261,9 @@ def _rules(program: Program) -> Iterator[_Rule]:
     each other, then the other half.
     """
     tails = _tails(program, 1.0)
+    in_turn = _keys_in_turn(program, tails)
+    yield _Rule("slices in turn", in_turn)
+    yield _Rule("slices in turn, patient", in_turn, _PATIENCE)
     yield _Rule("critical path", _keys(tails))
     yield _Rule("critical path in 2 blocks", _keys(tails, num_blocks=2))
     yield _Rule("critical path, patient", _keys(tails), _PATIENCE)
@@ -280,6 +284,36 @@ def _keys(priorities: Sequence[float], num_blocks: int = 1) -> list[int]:
     keep program order."""
     size = len(priorities)
     ranked = sorted(range(size), key=lambda t: (t * num_blocks // size, -priorities[t], t))
+    keys = [0] * size
+    for key, task in enumerate(ranked):
+        keys[task] = key
+    return keys
+
+
+def _keys_in_turn(program: Program, tails: Sequence[float]) -> list[int]:
+    """Keys that finish what one collective needs before work for the next begins.
+
+    The critical path alone takes turns between equal slices kernel by kernel, so that all of them
+    reach their collective late, at the same time. Collectives come in order of how many precede
+    them on a path, then of the program; what none waits for comes last. A short one, such as an
+    exchange of counts, belongs to the long one that it prepares.
+    """
+    size = len(program)
+    starts = [t for t in range(size) if program.kinds[t] is TaskKind.START]
+    longest_us = max(program.durations[t] for t in starts)
+    is_long = bytearray(size)
+    for task in starts:
+        is_long[task] = program.durations[task] >= _SHORT * longest_us
+    depth = [0] * size
+    for task, deps in enumerate(program.deps):
+        depth[task] = max((depth[dep] for dep in deps), default=0) + is_long[task]
+    next_start = [(size, size)] * size
+    for task in reversed(range(size)):
+        if is_long[task]:
+            next_start[task] = (depth[task], task)
+        for dep in program.deps[task]:
+            next_start[dep] = min(next_start[dep], next_start[task])
+    ranked = sorted(range(size), key=lambda t: (next_start[t], -tails[t], t))
     keys = [0] * size
     for key, task in enumerate(ranked):
         keys[task] = key

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -322,3 +323,28 @@ WRONG: dict[str, tuple[Steps, str]] = {
         Steps(weigh=lambda x, rows, w, order, tok: x + rows[: x.shape[0]]), "takes a range"
     ),
 }
+
+
+# --- on ranks -------------------------------------------------------------------------------------
+
+
+def compare_on_ranks(
+    rank: int, ranks: int, names: tuple[str, ...], batches: tuple[tuple[int, ...], ...], slices: int
+) -> list[int]:
+    """Compare layers, sliced and as written, on batches of a size per rank; how many of each one's
+    nodes run once per slice."""
+    from tests.sliced import compare
+
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    group = dist.group.WORLD.group_name
+    inputs = []
+    for batch in batches:
+        generator = torch.Generator().manual_seed(rank)
+        inputs.append((torch.randn(batch[rank], 6, D, generator=generator),))
+    result = []
+    for name in names:
+        steps = RIGHT[name] if name in RIGHT else WRONG[name][0]
+        slicer = compare(Layer(steps, ranks, group), inputs, (slices,))
+        result.append(slicer.num_sliced)
+    return result

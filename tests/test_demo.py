@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ def test_what_the_json_holds():
     assert found["speedup"] == pytest.approx(1.5)
     assert found["overlap"]["hidden"] == pytest.approx(0.9)
     assert found["max_loss_diff"] == 0.5
+    assert found["overlap"]["num_equal_losses"] == 2
     assert found["link"] == {"kind": "emulated", "mbit": 400.0}
 
 
@@ -79,32 +82,57 @@ def test_wrong_options(wrong: dict[str, Any]):
 # ---- on ranks -----------------------------------------------------------------------------------
 
 
-def start(tmp_path: Path, *argv: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "overlap.cli", "demo", "--config", "toy", *argv]
-    return subprocess.Popen(
-        [*command, "--report", str(tmp_path / "report.html")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start `overlap demo` on a toy model; what it writes goes to `tmp_path`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*argv: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "overlap.cli", "demo", "--config", "toy", *argv]
+        process = subprocess.Popen(
+            [*command, "--report", str(tmp_path / "report.html")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"OVERLAP_VERIFY": ""},
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def running(process: subprocess.Popen[str]) -> list[str]:
+    """The processes of the session that `process` leads, as `pid command`, oldest first."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,stat=,args=", "--sort=pid", "-s", str(process.pid)],
+        capture_output=True,
         text=True,
-        cwd=ROOT,
-        env=os.environ | {"OVERLAP_VERIFY": ""},
-        start_new_session=True,
     )
+    fields = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
+    return [f"{pid} {command}" for pid, state, command in fields if not state.startswith("Z")]
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks by rank, once each has come to train."""
-    found: dict[int, int] = {}
-    for status in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            text = status.read_bytes().decode(errors="replace").split("\0")
-            session = int((status.parent / "stat").read_text().rpartition(")")[2].split()[3])
-        except OSError:
-            continue
-        rank = [line.removeprefix("RANK=") for line in text if line.startswith("RANK=")]
-        if session == process.pid and rank:
-            found[int(rank[0])] = int(status.parent.name)
-    return found
+def assert_all_end(process: subprocess.Popen[str]) -> None:
+    """Nothing of the session outlives its leader by more than a moment."""
+    deadline = time.monotonic() + 3
+    while (left := running(process)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks, which are started in order."""
+    return [int(line.split()[0]) for line in running(process) if "spawn_main" in line]
 
 
 def until_compiling(process: subprocess.Popen[str]) -> str:
@@ -117,17 +145,9 @@ def until_compiling(process: subprocess.Popen[str]) -> str:
     raise AssertionError(f"the demo never came to compile:\n{seen}")
 
 
-def left_over(process: subprocess.Popen[str]) -> list[str]:
-    """What is still running of the process's session."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,stat=,args=", "-s", str(process.pid)], capture_output=True, text=True
-    )
-    return [line for line in listed.stdout.splitlines() if " Z" not in line]
-
-
 @pytest.mark.dist
-def test_one_rank_has_nothing_to_hide(tmp_path: Path):
-    process = start(tmp_path, "--ranks", "1", "--steps", "4", "--json")
+def test_one_rank_has_nothing_to_hide(start: Start):
+    process = start("--ranks", "1", "--steps", "4", "--json")
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     found = json.loads(out)
@@ -136,8 +156,8 @@ def test_one_rank_has_nothing_to_hide(tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_two_ranks(tmp_path: Path):
-    process = start(tmp_path, "--steps", "4", "--slices", "2", "--json")
+def test_two_ranks(start: Start, tmp_path: Path):
+    process = start("--steps", "4", "--slices", "2", "--json")
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     found = json.loads(out)
@@ -149,8 +169,8 @@ def test_two_ranks(tmp_path: Path):
 
 
 @pytest.mark.dist
-def test_a_killed_rank_is_named(tmp_path: Path):
-    process = start(tmp_path)
+def test_a_killed_rank_is_named(start: Start):
+    process = start()
     until_compiling(process)
     os.kill(ranks_of(process)[1], signal.SIGKILL)
     began = time.monotonic()
@@ -158,15 +178,15 @@ def test_a_killed_rank_is_named(tmp_path: Path):
     assert time.monotonic() - began < 15
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in err
-    assert left_over(process) == []
+    assert_all_end(process)
 
 
 @pytest.mark.dist
-def test_an_interrupt_leaves_nothing_behind(tmp_path: Path):
-    process = start(tmp_path)
+def test_an_interrupt_leaves_nothing_behind(start: Start):
+    process = start()
     until_compiling(process)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "overlap: interrupted" in err and "Traceback" not in err
-    assert left_over(process) == []
+    assert_all_end(process)

@@ -148,7 +148,7 @@ def run(gm: fx.GraphModule) -> list[Tensor]:
     return [*(y.detach() for y in outputs), x.grad]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.lists(STEPS, min_size=1, max_size=7), st.booleans())
 def test_sliced_program_is_the_program(steps: list[Step], symbolic: bool) -> None:
     x = torch.randn(B, S, D, dtype=torch.float64)

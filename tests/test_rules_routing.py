@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from overlap import capture, collectives, slicing
 from overlap.passes.functionalize import functionalize
 from tests import routed
+from tests.dist import run_ranks
 
 
 class Stop(Exception):
@@ -81,3 +82,21 @@ def test_wrong_exchange_is_left_whole(name: str, ranks: int) -> None:
     plan, _ = plan_of(layer(steps, ranks), torch.randn(4, 6, routed.D))
     assert plan.sliced_starts == ()
     assert any(reason in remark.message for remark in plan.remarks), plan.remarks
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("names", "batches", "slices"),
+    [
+        # Of another size per rank; fewer rows than slices; none at all.
+        (("scatter_add", "labels"), ((5, 4), (4, 7), (2, 9), (0, 4)), 3),
+        (("put_back", "in_groups", "top_8"), ((5, 4),), 2),
+        (("mean_of_rows", "capacity", "mutated_view", "other_key"), ((5, 4),), 2),
+    ],
+    ids=["batches", "right", "wrong"],
+)
+def test_layer_on_two_ranks(
+    names: tuple[str, ...], batches: tuple[tuple[int, ...], ...], slices: int
+) -> None:
+    for counts in run_ranks(routed.compare_on_ranks, 2, names, batches, slices):
+        assert all(counts)

@@ -4,9 +4,12 @@
     cat([p0, p1]) of all pieces p0, p1 = split(x)    becomes   x
     split(cat([a, b])) cut where a and b meet        becomes   a, b
     select_backward(g0, 0) + select_backward(g1, 1)  becomes   stack([g0, g1])
+    detach(x), pow(x, 1)                             becomes   x
+    t(w) and t(w), size(x) and size(x)               becomes   one of them
 
 Why it is correct: a wait returns the tensor that it waited for; the pieces of a split are its
-operand; each `select_backward` of a sum fills another row of zeros.
+operand; each `select_backward` of a sum fills another row of zeros; after autograd a detach changes
+nothing; a view or a size depends on its operands alone.
 
 Cost: none; copies and full-size zero fills go.
 """
@@ -42,9 +45,59 @@ class Normalize:
                 _drop_cat_of_pieces(node)
             elif graph.is_call(node, aten.split_with_sizes):
                 _drop_split_of_cat(node)
+            elif _is_identity(node):
+                _drop_identity(node)
         for node in list(gm.graph.nodes):
             if graph.is_call(node, aten.add):
                 _stack_selected(node)
+        _share_views(gm.graph)
+
+
+_VIEWS = (
+    aten.t, aten.view, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
+    aten.sym_size, operator.add, operator.sub, operator.mul, operator.floordiv, operator.ge,
+)  # fmt: skip
+
+
+def _is_identity(node: fx.Node) -> bool:
+    if graph.is_call(node, aten.pow):
+        return node.target is aten.pow.Tensor_Scalar and graph.args_of(node)[1] == 1
+    return graph.is_call(node, aten.detach, aten.alias)
+
+
+def _drop_identity(node: fx.Node) -> None:
+    """Outputs keep theirs: two outputs are two tensors."""
+    source: fx.Node = graph.args_of(node)[0]
+    for user in list(node.users):
+        if user.op != "output":
+            user.replace_input_with(node, source)
+
+
+def _share_views(graph_: fx.Graph) -> None:
+    """Views and sizes of one value that are alike become one node, which belongs to no slice where
+    two slices use it."""
+    seen: dict[object, fx.Node] = {}
+    for node in list(graph_.nodes):
+        if not graph.is_call(node, *_VIEWS) or any(user.op == "output" for user in node.users):
+            continue
+        first = seen.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
+        if first is node:
+            continue
+        if graph.tag_of(first).slice != graph.tag_of(node).slice:
+            graph.set_tag(first, graph.Tag())
+        node.replace_all_uses_with(first)
+
+
+def _hashable(value: object) -> object:
+    match value:
+        case list() | tuple():
+            return tuple(map(_hashable, value))
+        case dict():
+            return tuple(sorted((key, _hashable(item)) for key, item in value.items()))
+        case bool() | int() | float():
+            return type(value).__name__, value
+        case _:
+            return value
 
 
 def _drop_second_wait(node: fx.Node) -> None:

@@ -35,8 +35,8 @@ BINARY = (
     aten.xlogy,
 )  # fmt: skip
 CASTS = (
-    aten.alias, aten.detach, aten.clone, aten.contiguous, aten.lift_fresh, aten.lift_fresh_copy,
-    aten.to, aten._to_copy, aten.type_as, aten.positive,
+    aten.alias, aten.detach, aten.clone, aten.contiguous, aten.lift_fresh_copy, aten.to,
+    aten._to_copy, aten.type_as, aten.positive,
 )  # fmt: skip
 LOSSES = (
     aten.mse_loss, aten.l1_loss, aten.smooth_l1_loss, aten.huber_loss, aten.kl_div,
