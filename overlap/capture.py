@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import traceback
@@ -75,7 +76,7 @@ def _check_constants(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, str(node.target), None)
         if isinstance(value, torch.Tensor) and (
-            graph.is_fake(value) or torch._C._functorch.is_functorch_wrapped_tensor(value)
+            graph.is_fake(value) or is_functorch_wrapped_tensor(value)
         ):
             raise CaptureError(f"the trace lost sight of a value{_at(node)}")
 

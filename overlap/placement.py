@@ -214,7 +214,7 @@ class Runs:
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """Constant on consecutive runs: run j has `lengths[j]` rows, each holding the int `values[j]`."""
+    """Constant on consecutive runs: run j is `lengths[j]` rows, each holding `values[j]`."""
 
     lengths: tuple[Form, ...]
     values: tuple[int, ...]
@@ -355,7 +355,7 @@ class Op:
     arguments: by schema name, defaults filled in.
     placements: of every node before this one.
     batch: the batch size B as an expression.
-    seen: operands whose placement a rule asked for; a sliced one that it did not ask for is refused.
+    seen: operands whose placement a rule asked for; a sliced one that it left out is refused.
     """
 
     node: fx.Node
@@ -378,6 +378,11 @@ class Op:
         return self.placements[operand]
 
     @property
+    def packet(self) -> Any:
+        """The operator, whatever the overload; the function itself for what is none."""
+        return graph.packet_of(self.node)
+
+    @property
     def operands(self) -> list[fx.Node]:
         return self.node.all_input_nodes
 
@@ -388,6 +393,12 @@ class Op:
     @property
     def name(self) -> str:
         return operator_name(self.node)
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What the node calls."""
+        assert callable(self.node.target), f"{self.node} calls no function"
+        return self.node.target
 
     @property
     def dtype(self) -> torch.dtype:
@@ -481,7 +492,9 @@ def contradiction(
                 for expected, size in sizes
             )
             if not is_right:
-                return f"has the shape {list(value.shape)}, expected {form.matrix.shape[:-1]} counts"
+                return (
+                    f"has the shape {list(value.shape)}, expected {form.matrix.shape[:-1]} counts"
+                )
             if not holds(value.dtype, MAX_COUNT):
                 return f"counts rows in {value.dtype}, which is not exact"
         case _:
@@ -576,7 +589,7 @@ def name_of(operator: Any) -> str:
 
 
 def schema_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call by schema name, with defaults; positional by index for plain functions."""
+    """Arguments of a call by schema name, with defaults; by position for plain functions."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
     arguments: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What slicing a forward graph makes of every node: pure analysis, decided before a node is written.
+"""What slicing a forward graph makes of every node: pure analysis, before a node is written.
 
     prove     a decision per node: once per slice, or once on joined values, with the reason
     trimmed   the same, without work before the first and behind the last collective that gains
@@ -24,7 +24,7 @@ import sympy
 import torch
 from torch import fx
 
-import overlap.rules  # registers the rules  # noqa: F401
+import overlap.rules  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
 from overlap import collectives, graph
 from overlap import placement as pl
 from overlap.errors import PassError
@@ -256,7 +256,9 @@ class _Prover:
             _check(op, decision, self.symbols)
         except Refusal:
             raise
-        except Exception as error:  # a rule that fails on a program it did not foresee proves nothing
+        except (
+            Exception
+        ) as error:  # a rule that fails on a program it did not foresee proves nothing
             raise op.refuse(
                 f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
             ) from error
@@ -309,12 +311,14 @@ def _refuse_effects(op: Op) -> None:
         )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         if "mutation" in op.name or "triton" in op.name:
-            raise PassError(f"{op.name} ({graph.source_line(node)}) writes in place what it does not name")
+            raise PassError(
+                f"{op.name} ({graph.source_line(node)}) writes in place what it does not name"
+            )
         raise op.refuse("runs a graph of its own, which is not looked into")
 
 
 def _check(op: Op, decision: Decision, symbols: frozenset[sympy.Symbol]) -> None:
-    """Hold a decision to what every right one satisfies, so that a rule which forgot a case refuses.
+    """Hold a decision to what every right one satisfies: a rule that forgot a case refuses.
 
     Every sliced operand that reaches a slice's call was looked at; the sliced dim has the size that
     its rows say; sums and exact integers are kept in a dtype that holds them.
@@ -341,7 +345,7 @@ def _check(op: Op, decision: Decision, symbols: frozenset[sympy.Symbol]) -> None
 
 def _nodes_in(arguments: Iterable[Any]) -> Iterator[fx.Node]:
     found: list[fx.Node] = []
-    fx.node.map_arg(tuple(arguments), found.append)
+    fx.map_arg(tuple(arguments), found.append)
     return iter(found)
 
 
@@ -412,7 +416,7 @@ def _constant(op: Op) -> tuple[int, ...] | None:
         return None
     shape = [int(size) for size in pl.shape_of(op.operands[0])]
     tensor = torch.tensor(source.constant, dtype=torch.int64).reshape(shape)
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda _: tensor)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: tensor)
     return tuple(node.target(*args, **kwargs).reshape(-1).tolist())  # pyright: ignore
 
 
@@ -471,7 +475,9 @@ def _keys(placement: pl.Placement) -> set[str]:
 def _without_forced(placement: pl.Placement, forced: frozenset[str]) -> pl.Placement:
     """Ids whose exchange must stay un-sliced are plain data: what is routed by them is joined."""
     match placement:
-        case Split(dim, rows, pl.Ids(key)) | Split(dim, rows, pl.OneHot(pl.Ids(key))) if key in forced:
+        case Split(dim, rows, pl.Ids(key)) | Split(dim, rows, pl.OneHot(pl.Ids(key))) if (
+            key in forced
+        ):
             return Split(dim, rows)
         case Many(items):
             return Many(tuple(_without_forced(item, forced) for item in items))
@@ -523,9 +529,7 @@ def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
         is_tail = node not in before_start
         if is_lookup or (is_tail and (all_whole or _enlarges(node, sliced))):
             result[node] = Decision(decision.placement, once=True)
-    return dataclasses.replace(
-        plan, decisions=result, sliced_starts=_sliced_starts(gm, result)
-    )
+    return dataclasses.replace(plan, decisions=result, sliced_starts=_sliced_starts(gm, result))
 
 
 def _enlarges(node: fx.Node, operands: Sequence[fx.Node]) -> bool:

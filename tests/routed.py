@@ -47,7 +47,9 @@ def regroup(counts_AB: Tensor, num_rows: int) -> Tensor:
     lengths = counts_AB.t().flatten()
     old = (counts_AB.flatten().cumsum(0).view_as(counts_AB) - counts_AB).t().flatten()
     new = lengths.cumsum(0) - lengths
-    return torch.arange(num_rows) + torch.repeat_interleave(old - new, lengths, output_size=num_rows)
+    return torch.arange(num_rows) + torch.repeat_interleave(
+        old - new, lengths, output_size=num_rows
+    )
 
 
 def loop(m: Layer, rows_ND: Tensor, received_PL: Tensor) -> Tensor:
@@ -245,7 +247,9 @@ RIGHT: dict[str, Steps] = {
     ),
     "top_8": Steps(top_k=8),
     "sigmoid": Steps(pick=lambda m, x, k: (x @ m.router_DE).sigmoid().topk(k)),
-    "sorted_values": Steps(count=lambda ids: torch.bincount(ids.flatten().sort().values, minlength=E)),
+    "sorted_values": Steps(
+        count=lambda ids: torch.bincount(ids.flatten().sort().values, minlength=E)
+    ),
     "clone_in_place": Steps(between=lambda ids: (ids.clone().add_(1), ids)[1]),
 }
 
@@ -289,9 +293,7 @@ def pick_by_position(m: Layer, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 WRONG: dict[str, tuple[Steps, str]] = {
-    "other_key": (
-        Steps(count=lambda ids: count((ids + 1) % E)), "adds up rows by"
-    ),
+    "other_key": (Steps(count=lambda ids: count((ids + 1) % E)), "adds up rows by"),
     "count_of_first_choice": (Steps(count=lambda ids: count(ids[:, 0])), "counts of"),
     "count_of_chunk": (Steps(count=lambda ids: count(ids.chunk(2, 1)[0])), "counts of"),
     "count_as_bool": (Steps(count=lambda ids: count(ids.bool().long())), ""),
@@ -303,13 +305,15 @@ WRONG: dict[str, tuple[Steps, str]] = {
     "flipped_counts": (Steps(count=lambda ids: count(ids).flip(0)), "aten.flip"),
     "wrong_division": (Steps(token=lambda order, k: order // 4), ""),
     "transposed_blocks": (
-        Steps(splits=lambda c, p: c.view(-1, p).sum(0).tolist()), "wrong experts"
+        Steps(splits=lambda c, p: c.view(-1, p).sum(0).tolist()),
+        "wrong experts",
     ),
     "no_permute": (Steps(regroup=no_permute, back=lambda rows, _: rows), "inside the run"),
     "no_unpermute": (Steps(back=lambda rows, _: rows), "another order"),
     "wrong_segments": (Steps(regroup=halves), ""),
     "position_scaling": (
-        Steps(before=lambda rows: rows * torch.arange(rows.shape[0])[:, None]), "as data"
+        Steps(before=lambda rows: rows * torch.arange(rows.shape[0])[:, None]),
+        "as data",
     ),
     "mean_of_rows": (Steps(before=lambda rows: rows - rows.mean(0)), "aten.mean"),
     "mean_of_rows_by_size": (Steps(before=lambda rows: rows - rows.sum(0) / rows.shape[0]), ""),
@@ -320,7 +324,8 @@ WRONG: dict[str, tuple[Steps, str]] = {
     "mutated": (Steps(between=mutate), ""),
     "mutated_view": (Steps(between=mutate_view), "writes in place"),
     "half_of_rows": (
-        Steps(weigh=lambda x, rows, w, order, tok: x + rows[: x.shape[0]]), "takes a range"
+        Steps(weigh=lambda x, rows, w, order, tok: x + rows[: x.shape[0]]),
+        "takes a range",
     ),
 }
 

@@ -117,8 +117,12 @@ POSITIVE: dict[str, Program] = {
     "aten.view_as": lambda x, i, w: aten.view_as(x, x * 2),
     "aten.reshape_as": lambda x, i, w: aten.reshape_as(rows(x), x),
     "aten.view_as_complex": lambda x, i, w: aten.view_as_complex(x.view(B, 4, 3, 2)).abs(),
-    "aten.view_as_real": lambda x, i, w: aten.view_as_real(aten.view_as_complex(x.view(B, 4, 3, 2))),
-    "aten.expand": lambda x, i, w: aten.expand(x[:, :1], [B, 4, 6]) + aten.expand(x, [2, -1, -1, -1]),
+    "aten.view_as_real": lambda x, i, w: aten.view_as_real(
+        aten.view_as_complex(x.view(B, 4, 3, 2))
+    ),
+    "aten.expand": lambda x, i, w: (
+        aten.expand(x[:, :1], [B, 4, 6]) + aten.expand(x, [2, -1, -1, -1])
+    ),
     "aten.broadcast_to": lambda x, i, w: aten.broadcast_to(x[:, :1], [B, 4, 6]),
     "aten.expand_as": lambda x, i, w: aten.expand_as(x[:, :1], x) + aten.expand_as(w[0], x),
     "aten.transpose": lambda x, i, w: aten.transpose(x, 0, -1),
@@ -167,8 +171,9 @@ POSITIVE: dict[str, Program] = {
     ),
     "aten.nonzero_numpy": lambda x, i, w: x[first(aten.nonzero_numpy(i[:, 0] > 2))].sum(0),
     "aten.nonzero": lambda x, i, w: x[aten.nonzero(i[:, 0] > 2).squeeze(1)].sum(0),
-    "aten.repeat_interleave": lambda x, i, w: aten.repeat_interleave(x, 2, 0)
-    + aten.repeat_interleave(x, 2, 1)[0, 0],
+    "aten.repeat_interleave": lambda x, i, w: (
+        aten.repeat_interleave(x, 2, 0) + aten.repeat_interleave(x, 2, 1)[0, 0]
+    ),
 }
 NEGATIVE: dict[str, Program] = {
     "aten.pow": lambda x, i, w: aten.pow(x.sum(0), 2),
@@ -194,7 +199,9 @@ NEGATIVE: dict[str, Program] = {
     "aten._to_copy": lambda x, i, w: aten._to_copy(x.sum(0), dtype=torch.bfloat16),
     "aten.dropout": lambda x, i, w: aten.dropout(x.sum(0), 0.5, True),
     "aten.kl_div": lambda x, i, w: aten.kl_div(x, x, 1),
-    "aten.binary_cross_entropy": lambda x, i, w: aten.binary_cross_entropy(x.sigmoid(), x.sigmoid()),
+    "aten.binary_cross_entropy": lambda x, i, w: aten.binary_cross_entropy(
+        x.sigmoid(), x.sigmoid()
+    ),
     "aten.linear": lambda x, i, w: aten.linear(x.transpose(0, 2), torch.ones(2, B, dtype=x.dtype)),
     "aten.matmul": lambda x, i, w: aten.matmul(rows(x).t(), rows(x)),
     "aten.mm": lambda x, i, w: aten.mm(rows(x), rows(x).t()),
@@ -249,9 +256,7 @@ NEGATIVE: dict[str, Program] = {
     "aten.flatten": lambda x, i, w: aten.flatten(x.transpose(0, 1), 0, 1),
     "aten.view_as": lambda x, i, w: aten.view_as(x, torch.ones(4 * B, 6)),
     "aten.reshape_as": lambda x, i, w: aten.reshape_as(x.sum(0), torch.ones(24)),
-    "aten.view_as_complex": lambda x, i, w: aten.view_as_complex(
-        x.view(B, 4, 3, 2).sum(0)
-    ).abs(),
+    "aten.view_as_complex": lambda x, i, w: aten.view_as_complex(x.view(B, 4, 3, 2).sum(0)).abs(),
     "aten.view_as_real": lambda x, i, w: aten.view_as_real(
         aten.view_as_complex(x.view(B, 4, 3, 2)).sum(0)
     ),
@@ -298,7 +303,9 @@ NEGATIVE: dict[str, Program] = {
     "aten.take_along_dim": lambda x, i, w: aten.take_along_dim(
         x, i.clamp(0, B - 1).unsqueeze(-1), 0
     ),
-    "aten.scatter": lambda x, i, w: aten.scatter(x, 2, torch.zeros(1, 4, 1, dtype=torch.int64), 0.5),
+    "aten.scatter": lambda x, i, w: aten.scatter(
+        x, 2, torch.zeros(1, 4, 1, dtype=torch.int64), 0.5
+    ),
     "aten.scatter_add": lambda x, i, w: aten.scatter_add(
         w, 0, rows(i)[:, None].expand(-1, 6), rows(x)
     ),
@@ -307,9 +314,9 @@ NEGATIVE: dict[str, Program] = {
     ),
     "aten.index_add": lambda x, i, w: aten.index_add(w, 0, i.flatten(), rows(x)),
     "aten.index_put": lambda x, i, w: aten.index_put(x, [i[:, 0].clamp(0, B - 1)], x),
-    "aten.index_copy": lambda x, i, w: aten.index_copy(w, 0, i[0], x[0]) + aten.index_copy(
-        x, 0, i[:, 0].clamp(0, B - 1), x
-    )[0, 0],
+    "aten.index_copy": lambda x, i, w: (
+        aten.index_copy(w, 0, i[0], x[0]) + aten.index_copy(x, 0, i[:, 0].clamp(0, B - 1), x)[0, 0]
+    ),
     "aten.masked_select": lambda x, i, w: aten.masked_select(x, x > 0).sum(),
     "aten.nonzero": lambda x, i, w: aten.nonzero(i > 2).sum(),
     "aten.nonzero_numpy": lambda x, i, w: first(aten.nonzero_numpy(i.sum(0))).sum(),
@@ -317,7 +324,8 @@ NEGATIVE: dict[str, Program] = {
     "aten.histc": lambda x, i, w: aten.histc(x, 10),
     "aten.repeat_interleave": lambda x, i, w: aten.repeat_interleave(x, 2),
     "aten._grouped_mm": lambda x, i, w: aten._grouped_mm(
-        rows(x).to(torch.bfloat16).repeat(1, 4), w.to(torch.bfloat16).repeat(4, 4)[None],
+        rows(x).to(torch.bfloat16).repeat(1, 4),
+        w.to(torch.bfloat16).repeat(4, 4)[None],
         torch.tensor([20], dtype=torch.int32),
     ),
     "aten.item": lambda x, i, w: w * aten.item(x.sum()),
@@ -353,7 +361,16 @@ def _families() -> None:
         )
     for name in ("mean", "amax", "amin", "logsumexp", "count_nonzero", "var", "std"):
         _along(name, lambda f, x, dim: f(x, [dim]))
-    for name in ("prod", "any", "all", "cumsum", "cumprod", "logcumsumexp", "softmax", "log_softmax"):
+    for name in (
+        "prod",
+        "any",
+        "all",
+        "cumsum",
+        "cumprod",
+        "logcumsumexp",
+        "softmax",
+        "log_softmax",
+    ):
         _along(name, lambda f, x, dim: f(x, dim))
     for name in ("_softmax", "_log_softmax"):
         _along(name, lambda f, x, dim: f(x, dim, False))

@@ -123,7 +123,7 @@ def run(module: nn.Module, call: Callable[..., Any], inputs: Sequence[Any]) -> O
     terms = [weighed(y) for y in outputs if y.requires_grad]
     if terms:
         torch.stack(terms).sum().backward()
-    tensors = {name: p for name, p in module.named_parameters()}
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
     tensors |= {f"input {i}": x for i, x in enumerate(fresh) if isinstance(x, Tensor)}
     return Outcome(
         [y.detach().clone() for y in outputs],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -204,5 +204,5 @@ def test_dropout_is_noted() -> None:
     torch.compile(module, backend=slicer, fullgraph=True)(*rows(4))
     notes = [d.note for d in slicer.plan.decisions.values() if d.note]
     assert notes == [
-        "each slice draws its own random numbers, so they differ from those of the program as written"
+        "each slice draws its own random numbers, other ones than the program as written"
     ]

@@ -92,7 +92,9 @@ def test_write_is_replaced(program: Callable[[Tensor], Tensor]) -> None:
         (written_input, ["add_"]),
     ],
 )
-def test_write_that_others_see_is_left(program: Callable[[Tensor], Tensor], left: list[str]) -> None:
+def test_write_that_others_see_is_left(
+    program: Callable[[Tensor], Tensor], left: list[str]
+) -> None:
     check(program, left)
 
 

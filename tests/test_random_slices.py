@@ -121,8 +121,21 @@ STEPS = st.one_of(
         moved,
         st.integers(0, 3),
         st.sampled_from(
-            ["transpose", "flatten", "softmax", "cumsum", "flip", "unsqueeze", "select", "narrow"]
-            + ["chunk", "sort", "reshape", "cat", "stack"]
+            (
+                "transpose",
+                "flatten",
+                "softmax",
+                "cumsum",
+                "flip",
+                "unsqueeze",
+                "select",
+                "narrow",
+                "chunk",
+                "sort",
+                "reshape",
+                "cat",
+                "stack",
+            ),
         ),
     ),
     st.builds(whole, st.integers(0, 3)),

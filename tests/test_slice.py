@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
 from overlap import graph, slicing
 from overlap import placement as pl
@@ -161,9 +161,7 @@ def test_an_operand_that_a_rule_forgot_is_refused() -> None:
 def test_unknown_operator_names_what_to_do() -> None:
     gm = trace(lambda x: torch.erfinv(x.tanh()), torch.randn(4, 3))
     [refused] = slicing.prove(gm).refused
-    assert refused.message == (
-        "aten.erfinv has no placement rule; the slices are joined before it"
-    )
+    assert refused.message == ("aten.erfinv has no placement rule; the slices are joined before it")
     assert refused.advice == "register one with overlap.register_rule"
 
 

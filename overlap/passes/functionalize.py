@@ -69,8 +69,8 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The out-of-place operator behind `op_`, where it takes the same arguments and has a derivative
-    (forms that torch generates have none)."""
+    """The out-of-place operator behind `op_`, where it takes the same arguments and has a
+    derivative (forms that torch generates have none)."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return None

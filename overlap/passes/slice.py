@@ -24,6 +24,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 from torch.utils._sympy.functions import FloorDiv
 
 from overlap import graph, slicing
@@ -135,7 +136,7 @@ class _Sizes:
             case sympy.Pow() if expr.exp.is_Integer and expr.exp > 0:
                 value = self._fold(operator.mul, [self.write(expr.base)] * int(expr.exp))
             case FloorDiv():
-                value = self.call(operator.floordiv, *map(self.write, expr.args))
+                value = self.call(operator.floordiv, *[self.write(arg) for arg in _args(expr)])
             case _:
                 raise PassError(f"the size {expr} cannot be computed from the inputs of the graph")
         self.known[expr] = value
@@ -184,7 +185,7 @@ class _Emitter:
         for node in nodes[len(inputs) :]:
             self.current = node
             if node.op == "output":
-                output = self.graph.output(fx.node.map_arg(node.args[0], self._join))
+                output = self.graph.output(fx.map_arg(node.args[0], self._join))
                 graph.copy_facts(node, output)
             else:
                 self._emit_node(node, self.plan.decisions[node])
@@ -241,8 +242,8 @@ class _Emitter:
         new = self.graph.create_node(
             node.op,
             node.target,
-            fx.node.map_aggregate(args, value),
-            fx.node.map_aggregate(kwargs, value),
+            map_aggregate(args, value),
+            map_aggregate(kwargs, value),
         )
         graph.copy_facts(node, new)
         return new
@@ -252,7 +253,7 @@ class _Emitter:
         expr = pl.expression(graph.fake_value(node))
         if pl.is_computable(expr, self.sizes.known):
             return self.sizes.write(expr)
-        source, dim = node.args
+        source, dim = graph.args_of(node)
         sizes = [self._derived(aten.sym_size.int, piece, dim) for piece in self.slices[source]]
         return self._derived(torch.sym_sum, tuple(sizes))
 
@@ -327,12 +328,17 @@ class _Emitter:
         return new
 
 
+def _args(expr: sympy.Expr) -> tuple[Any, ...]:
+    return expr.args
+
+
 def _with_replaced(node: fx.Node, decision: Decision) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments with those that the decision rewrites, each where the call has it."""
     args, kwargs = list(node.args), dict(node.kwargs)
     if not decision.replace:
         return tuple(args), kwargs
-    names = [argument.name for argument in node.target._schema.arguments]
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
     for name, value in decision.replace.items():
         at = names.index(name)
         if at < len(args):

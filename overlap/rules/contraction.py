@@ -51,8 +51,8 @@ def matmul(op: Op) -> Decision:
     a, b = (_data(op, name) for name in names)
     node_a, node_b = (op[name] for name in names)
     num_a, num_b = len(pl.shape_of(node_a)), len(pl.shape_of(node_b))
-    at_a = a.dim - num_a if isinstance(a, Split) else None
-    at_b = b.dim - num_b if isinstance(b, Split) else None
+    at_a = a.dim - num_a if isinstance(a, Split) else 0
+    at_b = b.dim - num_b if isinstance(b, Split) else 0
     if at_a == -1 or at_b == (-1 if num_b == 1 else -2):
         raise _contracts(op)
     if min(num_a, num_b) == 1:
@@ -154,8 +154,9 @@ def grouped_mm(op: Op) -> Decision:
 def attention(op: Op) -> Decision:
     q, k, v = (_data(op, name) for name in ("query", "key", "value"))
     num_dims = len(op.shape)
-    is_alike = isinstance(q, Split) and isinstance(k, Split) and isinstance(v, Split)
-    if not is_alike or not (q.rows == k.rows == v.rows and q.dim == k.dim == v.dim):
+    if not (isinstance(q, Split) and isinstance(k, Split) and isinstance(v, Split)) or not (
+        q.rows == k.rows == v.rows and q.dim == k.dim == v.dim
+    ):
         raise op.refuse("attends across rows of different slices")
     if q.dim >= num_dims - 2:
         raise op.refuse(
@@ -219,7 +220,7 @@ def per_sample(op: Op) -> Decision:
     """Dim 0 is a batch whose rows never meet."""
     name = "input" if "input" in op.arguments else "self"
     x = _data(op, name)
-    rank = _BATCHED_RANK.get(op.node.target.overloadpacket)
+    rank = _BATCHED_RANK.get(op.packet)
     if not isinstance(x, Split) or x.dim != 0 or rank not in (None, len(pl.shape_of(op[name]))):
         raise op.refuse("is sliced along a dim that it mixes")
     if not _all_whole(op, "weight", "bias"):

@@ -99,7 +99,11 @@ def narrow_to(op: Op, node: fx.Node, offset: int, rows: pl.Rows, broadcasts: boo
     dim = len(shape) + offset
     if broadcasts and (dim < 0 or shape[dim] == 1):
         return {}
-    if dim >= 0 and isinstance(rows, pl.Base) and pl.same(shape[dim], rows.per_batch_row * op.batch):
+    if (
+        dim >= 0
+        and isinstance(rows, pl.Base)
+        and pl.same(shape[dim], rows.per_batch_row * op.batch)
+    ):
         return {node: (dim, rows.per_batch_row)}
     raise op.refuse(f"aligns {node.name}, a whole value, with rows of another order")
 
@@ -158,7 +162,7 @@ def _kept(op: Op, meaning: pl.Meaning, was: torch.dtype) -> pl.Meaning:
 def add(op: Op) -> Decision:
     """Sums over slices add up; so do exact counts, and the row numbers of runs."""
     place_a, place_b = op.place(op["self"]), op.place(op["other"])
-    sign = 1 if op.node.target.overloadpacket is aten.add else -1
+    sign = 1 if op.packet is aten.add else -1
     if op.get("alpha", 1) != 1:
         return elementwise(op)
     match place_a, place_b:
@@ -195,7 +199,7 @@ def _add_runs(op: Op, a: Split, b: Split, sign: int) -> Decision:
 def scale(op: Op) -> Decision:
     """A sum over slices may be scaled by a whole value; `div` may also round row numbers down."""
     a, b = op["self"], op["other"]
-    is_mul = op.node.target.overloadpacket is aten.mul
+    is_mul = op.packet is aten.mul
     rounding = op.get("rounding_mode")
     match op.place(a), op.place(b):
         case (Partial() | Counts(), Whole()) if rounding is None:
@@ -253,7 +257,7 @@ def dropout(op: Op) -> Decision:
     decision = elementwise(op)
     if not op["train"] or op["p"] == 0:
         return decision
-    note = "each slice draws its own random numbers, so they differ from those of the program as written"
+    note = "each slice draws its own random numbers, other ones than the program as written"
     return Decision(decision.placement, decision.narrow, note=note)
 
 
@@ -279,5 +283,3 @@ def fill_like(op: Op) -> Decision:
             return Decision(Split(dim, rows, None if fill is None else pl.Fill(fill)))
         case _:
             return Decision(Whole(fill=fill), first_slice=True)
-
-

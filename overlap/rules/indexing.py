@@ -17,7 +17,6 @@ from overlap import placement as pl
 from overlap.placement import Counts, Decision, Many, Op, Split, Whole
 from overlap.rules.elementwise import Narrow, align, elementwise
 from overlap.rules.reduction import original_order
-from overlap.rules.shape import linear_on_counts
 
 aten = torch.ops.aten
 
@@ -50,12 +49,14 @@ def _index_one(op: Op, dim: int, by: fx.Node) -> Decision:
         ):
             values = tuple(form.rows[label] for label in labels)
             return Decision(Split(0, rows, pl.Runs(lengths, values)))
-        case Counts(form), Whole(constant=tuple() as constant) if dim == 0 and len(
-            pl.shape_of(by)
-        ) == 1:
+        case Counts(form), Whole(constant=tuple() as constant) if (
+            dim == 0 and len(pl.shape_of(by)) == 1
+        ):
             return Decision(Counts(pl.Form(form.matrix[list(constant)], form.base)))
         case Whole(), Split(at, rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
-            return Decision(Split(dim + at, rows), reassociates=f"{op.node.name}: gradient of a table")
+            return Decision(
+                Split(dim + at, rows), reassociates=f"{op.node.name}: gradient of a table"
+            )
         case Split(at, rows, meaning), Whole() if at != dim and len(pl.shape_of(by)) == 1:
             if isinstance(meaning, pl.INDEX_MEANINGS):
                 raise op.refuse("picks row numbers as data")
@@ -182,7 +183,9 @@ def _permuted(op: Op, target: fx.Node, by: fx.Node, values: Any) -> Decision | N
             and original_order(runs) is not None
         ):
             return Decision(Split(0, pl.Length(length), pl.RunsInverse(runs)))
-        case Split(0, rows, meaning), Split(0, pl.Sorted() as order, pl.RowIndex(pl.Base() as of)) if (
+        case Split(0, rows, meaning), Split(
+            0, pl.Sorted() as order, pl.RowIndex(pl.Base() as of)
+        ) if (
             rows == order
             and of.per_batch_row == order.per_batch_row
             and not isinstance(meaning, pl.INDEX_MEANINGS)
@@ -238,7 +241,7 @@ def scatter_add(op: Op) -> Decision:
 @pl.register_rule(aten.scatter, aten.scatter_reduce)
 def scatter(op: Op) -> Decision:
     source = op.get("src", op.get("value"))
-    is_plain = op.node.target.overloadpacket is aten.scatter and "reduce" not in op.arguments
+    is_plain = op.packet is aten.scatter and "reduce" not in op.arguments
     index = op["index"]
     if op["dim"] % len(op.shape) == 0 and is_plain and len(op.shape) == 1:
         decision = _permuted(op, op["self"], index, source)
@@ -249,7 +252,7 @@ def scatter(op: Op) -> Decision:
 
 def _scatter_inside_rows(op: Op, source: Any) -> Decision:
     """Along a dim that is not sliced, every row scatters into itself."""
-    packet = op.node.target.overloadpacket
+    packet = op.packet
     if packet is aten.index_add:
         raise op.refuse("writes rows at numbers that are not proven to stay inside a slice")
     tensors = [n for n in (op["self"], op["index"], source) if isinstance(n, fx.Node)]
@@ -317,7 +320,7 @@ def where(op: Op) -> Decision:
 
 @pl.register_rule(aten.nonzero, aten.nonzero_numpy)
 def nonzero(op: Op) -> Decision:
-    return _picked(op, op["self"], op.node.target.overloadpacket is aten.nonzero_numpy)
+    return _picked(op, op["self"], op.packet is aten.nonzero_numpy)
 
 
 def _picked(op: Op, mask: fx.Node, is_numpy: bool) -> Decision:

@@ -33,7 +33,7 @@ def _dims(op: Op, num_dims: int) -> list[int]:
 
 def _mixes(op: Op, dim: int) -> pl.Refusal:
     return op.refuse(
-        f"reads along dim {dim}, along which the batch is sliced: it mixes rows of different slices",
+        f"reads along dim {dim}, along which the batch is sliced: it mixes rows of slices",
         "move it behind the last exchange, or read along another dim",
     )
 
@@ -129,8 +129,7 @@ def move_rows(op: Op) -> Decision:
     listed = [dims] if isinstance(dims, int) else list(dims)
     if not listed or split.dim in [d % len(op.shape) for d in listed]:
         raise op.refuse(
-            f"moves rows along dim {split.dim}, along which the batch is sliced: "
-            "it mixes rows of different slices"
+            f"mixes rows of different slices: it moves them along dim {split.dim}, the sliced one"
         )
     return Decision(Split(split.dim, split.rows))
 
@@ -164,7 +163,7 @@ def _ids(op: Op, split: Split, dim: int, distinct: bool) -> Split:
 def sort(op: Op) -> Decision:
     """Along another dim each row sorts itself. Along the rows, what a value holds may make the
     order known: ids give groups, permutations their inverse."""
-    is_argsort = op.node.target.overloadpacket is aten.argsort
+    is_argsort = op.packet is aten.argsort
     place = op.place(op["self"])
     if not isinstance(place, Split):
         raise op.refuse(f"is not linear in {op['self']}, a sum over the slices")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import sympy
 import torch
 
 from overlap import collectives
@@ -72,12 +73,22 @@ def _scalar_forms(op: Op, sizes: Sequence[Any]) -> tuple[Form, ...]:
         place = op.place(size)
         if not isinstance(place, Scalar):
             raise op.refuse(
-                f"splits its rows by {size}, which is not read from the counts of their key", _ADVICE
+                f"splits its rows by {size}, which is not read from the counts of their key",
+                _ADVICE,
             )
         forms.append(place.form)
     if not forms:
         raise op.refuse("splits its rows evenly, by their position in the batch", _ADVICE)
     return tuple(forms)
+
+
+def _sends_nothing(op: Op, rows: pl.Sorted, sizes: Sequence[Any]) -> bool:
+    """Whether a rank has no rows at all, so that tracing made every split of them a literal 0.
+
+    Its peers' slices still send to it, so it takes part in each of their exchanges.
+    """
+    is_empty = pl.same(rows.per_batch_row * op.batch, sympy.Integer(0))
+    return is_empty and len(sizes) > 0 and all(isinstance(n, int) and n == 0 for n in sizes)
 
 
 def _are_blocks(forms: Sequence[Form]) -> bool:
@@ -95,19 +106,15 @@ def _are_blocks(forms: Sequence[Form]) -> bool:
 
 
 def _dispatched(op: Op, rows: pl.Sorted, outs: Sequence[Any], ins: Sequence[Any]) -> pl.Received:
-    sent, received = _scalar_forms(op, ins), _scalar_forms(op, outs)
-    num_ranks, num_ids = len(sent), sent[0].matrix.shape[-1]
-    if sent[0].base != f"hist:{rows.key}":
-        raise op.refuse(
-            f"splits its rows by counts of {_key_of(sent[0])}, expected those of {rows.key}, by "
-            "which they are sorted",
-            _ADVICE,
-        )
+    received = _scalar_forms(op, outs)
+    if not _sends_nothing(op, rows, ins):
+        _check_sent(op, rows, _scalar_forms(op, ins))
+    num_ranks, num_ids = len(ins), received[0].matrix.shape[-1]
     prefix, _, tail = received[0].base.partition(f":hist:{rows.key}:")
     expected_tail = f"{collectives.group_of(op.node)}:{num_ranks}"
     if not prefix.startswith("recv:") or tail != expected_tail:
         raise op.refuse("receives by counts that were exchanged for another key or group", _ADVICE)
-    if not (_are_blocks(sent) and _are_blocks(received) and len(received) == num_ranks):
+    if not _are_blocks(received) or len(received) != num_ranks:
         raise op.refuse("splits its rows by sums over the wrong experts", _ADVICE)
     per_rank = num_ids // num_ranks
     units = np.eye(num_ids, dtype=np.int64)
@@ -117,6 +124,18 @@ def _dispatched(op: Op, rows: pl.Sorted, outs: Sequence[Any], ins: Sequence[Any]
         for e in range(per_rank)
     )
     return pl.Received(op.node.name, segments, rows)
+
+
+def _check_sent(op: Op, rows: pl.Sorted, sent: Sequence[Form]) -> None:
+    """Raise unless the splits of sorted rows are the counts of their key, rank by rank."""
+    if sent[0].base != f"hist:{rows.key}":
+        raise op.refuse(
+            f"splits its rows by counts of {_key_of(sent[0])}, expected those of {rows.key}, by "
+            "which they are sorted",
+            _ADVICE,
+        )
+    if not _are_blocks(sent):
+        raise op.refuse("splits its rows by sums over the wrong experts", _ADVICE)
 
 
 def _key_of(form: Form) -> str:
@@ -129,13 +148,15 @@ def _combined(op: Op, rows: pl.Received, outs: Sequence[Any], ins: Sequence[Any]
     num_ids = rows.segments[0].length.matrix.shape[-1]
     if labels != sorted(labels) or len(labels) != num_ids:
         raise op.refuse("sends rows back in another order than they came in", _ADVICE)
-    sent, back = _scalar_forms(op, ins), _scalar_forms(op, outs)
+    sent = _scalar_forms(op, ins)
     ranks = sorted({rank for rank, _ in labels})
     by_rank = [pl.total([s.length for s in rows.segments if s.label[0] == r]) for r in ranks]
     if list(sent) != by_rank:
         raise op.refuse("sends back other row counts than were received", _ADVICE)
-    if back[0].base != f"hist:{rows.back.key}" or not _are_blocks(back) or len(back) != len(sent):
+    if len(outs) != len(ins):
         raise op.refuse("receives other row counts than were sent", _ADVICE)
+    if not _sends_nothing(op, rows.back, outs):
+        _check_sent(op, rows.back, _scalar_forms(op, outs))
     if rows.segments[0].length.base.split(":")[-2] != collectives.group_of(op.node):
         raise op.refuse("sends rows back over another group than they came over", _ADVICE)
     return rows.back

@@ -42,9 +42,8 @@ def linear_scalar(op: Op) -> Decision:
     args: list[Any] = list(op.node.args)
     if op.node.target is torch.sym_sum:
         args = list(args[0])
-    places = [op.place(arg) for arg in args]
-    if all(isinstance(p, Scalar) for p in places) and len({p.form.base for p in places}) == 1:
-        forms = [p.form for p in places]
+    forms = [place.form for arg in args if isinstance(place := op.place(arg), Scalar)]
+    if len(forms) == len(args) and len({form.base for form in forms}) == 1:
         match op.node.target:
             case torch.sym_sum | operator.add:
                 return Decision(Scalar(pl.total(forms)))

@@ -92,7 +92,7 @@ def reshape(op: Op) -> Decision:
 
 def _sizes(op: Op, after: Split) -> dict[str, Any]:
     """Size arguments for a slice: -1 along the sliced dim, the others spelled out."""
-    packet = op.node.target.overloadpacket
+    packet = op.packet
     if packet is aten.flatten:
         return {}
     name = "sizes" if packet is aten.unflatten else "shape" if "shape" in op.arguments else "size"
@@ -126,7 +126,7 @@ def reshape_as(op: Op) -> Decision:
 def view_pairs(op: Op) -> Decision:
     """A last dim of pairs, as complex numbers; or back."""
     split = _single(op)
-    if op.node.target.overloadpacket is aten.view_as_complex and split.dim == len(op.shape):
+    if op.packet is aten.view_as_complex and split.dim == len(op.shape):
         raise op.refuse("pairs up rows of different slices")
     return Decision(Split(split.dim, split.rows))
 
@@ -171,7 +171,8 @@ def permute(op: Op) -> Decision:
         return linear_on_counts(op)
     split = _single(op)
     probe = torch.empty([2 + dim for dim in range(len(op.shape))], device="meta")
-    moved = op.node.target(probe, *op.node.args[1:], **op.node.kwargs)
+    call: Any = op.node.target
+    moved = call(probe, *op.node.args[1:], **op.node.kwargs)
     return Decision(Split(moved.shape.index(2 + split.dim), split.rows, _regrouped(split.meaning)))
 
 
@@ -325,7 +326,7 @@ def _parts(op: Op, received: pl.Received, dim: int, sizes: Sequence[Any]) -> Ite
 def cat(op: Op) -> Decision:
     tensors: list[fx.Node] = list(op["tensors"])
     places = [op.place(tensor) for tensor in tensors]
-    is_stack = op.node.target.overloadpacket is aten.stack
+    is_stack = op.packet is aten.stack
     dim = op["dim"] % len(op.shape)
     first = next((p for p in places if isinstance(p, Split)), None)
     if first is None:
@@ -353,9 +354,10 @@ def _concatenated(op: Op, parts: Sequence[pl.Placement]) -> pl.Received:
     origin: tuple[str, pl.Sorted] | None = None
     for part in parts:
         match part:
-            case Split(rows=pl.Received(dispatch, runs, back), meaning=None) if (
-                origin in (None, (dispatch, back)) and not set(runs) & set(segments)
-            ):
+            case Split(rows=pl.Received(dispatch, runs, back), meaning=None) if origin in (
+                None,
+                (dispatch, back),
+            ) and not set(runs) & set(segments):
                 origin = (dispatch, back)
                 segments.extend(runs)
             case _:
@@ -397,10 +399,12 @@ def linear_on_counts(op: Op) -> Decision:
         raise op.refuse("reads a size that is no literal")
     matrix = torch.from_numpy(place.form.matrix)
 
+    call: Any = op.node.target
+
     def run(unit: int) -> Any:
         column = matrix[..., unit]
-        args, kwargs = fx.node.map_arg((op.node.args, dict(op.node.kwargs)), lambda _: column)
-        return op.node.target(*args, **kwargs)
+        args, kwargs = fx.map_arg((op.node.args, dict(op.node.kwargs)), lambda _: column)
+        return call(*args, **kwargs)
 
     columns = [run(unit) for unit in range(matrix.shape[-1])]
     if isinstance(columns[0], list | tuple):

@@ -11,8 +11,8 @@ from overlap.runtime import link
 
 
 def profile(name: str, device: torch.device) -> Profile:
-    """The profile called `name`; for "auto" the one of `device`, with the emulated link's rate where
-    one is in use. Equal on all ranks of a job with equal devices.
+    """The profile called `name`; for "auto" the one of `device`, with the emulated link's rate
+    where one is in use. Equal on all ranks of a job with equal devices.
 
     Raises ConfigError for an unknown name, and for a GPU that no built-in profile describes.
     """
