@@ -133,6 +133,10 @@ class _Session:
     ctx: Context
     preset: presets.Preset
 
+    def bind_sizes(self, gm: fx.GraphModule) -> None:
+        """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
+        self.ctx.provide(cost.nominal_sizes(gm, self.ctx.fact(Profile).nominal_size))
+
     def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
         """Run the final passes over a graph that will run, and record what was decided."""
         config = self.record.config
@@ -205,18 +209,18 @@ def _partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     graph.set_phase(joint_gm, graph.Phase.JOINT)
     run(joint_gm, session.preset.joint, session.ctx)
-    session.record.base_peak_bytes = _program_order_peak(session, joint_gm)
-    forward, backward = default_partition(joint_gm, joint_inputs, **options)
-    for part in (forward, backward):
+    session.bind_sizes(joint_gm)
+    parts = default_partition(joint_gm, joint_inputs, **options)
+    for part in parts:
         graph.set_phase(part, graph.Phase.NORMALIZED)
-    return forward, backward
+    session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
+    return parts
 
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:
     """Peak bytes in program order, saved activations counted, parameters not."""
-    sizes = cost.nominal_sizes(gm)
-    session.ctx.provide(sizes)
-    costs = cost.estimate(gm, session.ctx.fact(Profile), session.ctx.group_size, sizes)
+    ctx = session.ctx
+    costs = cost.estimate(gm, ctx.fact(Profile), ctx.group_size, ctx.fact(cost.Sizes))
     program = simulate.extract(gm, costs)
     return simulate.peak_memory(program, range(len(program)))[0]
 
@@ -227,6 +231,7 @@ def _compile_graph(
     if kind == "inference":
         graph.set_phase(gm, graph.Phase.JOINT)
         run(gm, session.preset.inference, session.ctx)
+        session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
     session.final(kind, gm, session.record.base_peak_bytes)
     return _boxed_callable(gm, example_inputs)

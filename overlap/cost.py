@@ -5,7 +5,7 @@ in their local batch and in how many tokens the router sends where; none of that
 size is *nominal*: a symbol's value is a constant of this module, never the symbol's hint.
 
     NOMINAL_BATCH   a symbol that is dimension 0 of graph inputs, and no other dimension
-    NOMINAL_SIZE    any other symbol that is known before the step runs
+    nominal size    any other symbol that is known before the step runs; the profile gives it
     balanced        a symbol that the data decides (`u0`, rows that a router sends): the splits of
                     an all-to-all share its rows evenly, so do the pieces of a split
 
@@ -84,12 +84,13 @@ class Costs:
 class Sizes:
     """Nominal values of symbolic sizes: equal on all ranks, whatever their hints are."""
 
-    def __init__(self) -> None:
+    def __init__(self, nominal_size: int = NOMINAL_SIZE) -> None:
+        self._nominal_size = nominal_size
         self._values: dict[sympy.Basic, int] = {}
         self._cache: dict[sympy.Expr, int] = {}
 
     def size(self, size: int | torch.SymInt) -> int:
-        """The nominal value of a size; a data-dependent symbol nobody bound gets NOMINAL_SIZE."""
+        """The nominal value of a size; a symbol that nobody bound gets the nominal size."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
@@ -135,16 +136,16 @@ class Sizes:
             return self._values[symbol]
         sources = size.node.shape_env.var_to_sources.get(symbol, [])
         is_batch = bool(sources) and all(getattr(s, "idx", None) == 0 for s in sources)
-        return NOMINAL_BATCH if is_batch else NOMINAL_SIZE
+        return NOMINAL_BATCH if is_batch else self._nominal_size
 
 
-def nominal_sizes(gm: fx.GraphModule) -> Sizes:
+def nominal_sizes(gm: fx.GraphModule, nominal_size: int = NOMINAL_SIZE) -> Sizes:
     """Nominal sizes for `gm`, its data-dependent symbols bound under balanced routing.
 
     What an exchange says may bind the rows of an earlier one, as in a backward graph: the graph is
     read until nothing new is learnt, three times at most.
     """
-    sizes = Sizes()
+    sizes = Sizes(nominal_size)
     sharers = [node for node in gm.graph.nodes if _shares_rows(node)]
     for _ in range(3):
         for node in sharers:
@@ -234,7 +235,7 @@ def estimate(
     binds its data-dependent symbols. Equal for ranks whose graphs differ only in symbol hints.
     Nodes need fake values.
     """
-    sizes = sizes or nominal_sizes(gm)
+    sizes = sizes or nominal_sizes(gm, profile.nominal_size)
     on_device = any(_is_on_device(node) for node in gm.graph.nodes)
 
     def cost(node: fx.Node) -> NodeCost:

@@ -41,6 +41,8 @@ class Profile:
         communication needs no compute units.
     is_stream: the host runs ahead of the device, whose stream keeps issue order (CUDA); False:
         the host runs the kernels itself.
+    nominal_size: what a symbolic size other than the batch counts as, such as the sequence length
+        that is usual on such a machine.
     sources: where each figure comes from, by field name.
     """
 
@@ -59,6 +61,7 @@ class Profile:
     host_read_us: float
     contention: float
     is_stream: bool
+    nominal_size: int = 4096
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -68,7 +71,7 @@ class Profile:
             raise ConfigError(f"profile {self.name!r} gives no peak_tflops for 'float32'")
         for field in ("reached", "memory_reached", "link_reached"):
             self._check(field, low=0.0, high=1.0)
-        for field in ("memory_gbps", "node_gbps", "network_gbps", "gpus_per_node"):
+        for field in ("memory_gbps", "node_gbps", "network_gbps", "gpus_per_node", "nominal_size"):
             self._check(field, low=0.0)
         for field in ("latency_us", "launch_us", "host_read_us", "contention"):
             self._check(field, low=-1e-12)
@@ -112,6 +115,7 @@ _CPU = Profile(
     memory_gbps=8.0, memory_reached=0.75,
     node_gbps=1.25, network_gbps=1.25, link_reached=0.95, gpus_per_node=1,
     latency_us=200.0, launch_us=5.0, host_read_us=1.0, contention=0.0, is_stream=False,
+    nominal_size=128,
     sources={
         "peak_tflops": "one AVX-512 core of a server CPU; large fp32 GEMMs reach 60 to 95 GFLOP/s",
         "memory_gbps": "one core that writes freshly allocated results",

@@ -30,8 +30,8 @@ from overlap.tables import Grid, megabytes, ms, percent
 
 WIDTH = 110
 NOMINAL = (
-    f"Predicted times are for nominal sizes (batch {cost.NOMINAL_BATCH}, other symbolic sizes "
-    f"{cost.NOMINAL_SIZE}), so that every rank decides alike."
+    f"Predicted times are for nominal sizes (batch {cost.NOMINAL_BATCH}, other symbolic sizes as "
+    "the hardware profile says), so that every rank decides alike."
 )
 
 

@@ -256,9 +256,7 @@ class _Prover:
             _check(op, decision, self.symbols)
         except Refusal:
             raise
-        except (
-            Exception
-        ) as error:  # a rule that fails on a program it did not foresee proves nothing
+        except Exception as error:  # a rule that did not foresee a program proves nothing
             raise op.refuse(
                 f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
             ) from error

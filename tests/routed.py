@@ -143,6 +143,16 @@ def gather_repeated(x: Tensor, order: Tensor) -> Tensor:
     return x.repeat_interleave(2, dim=0)[order]
 
 
+def gather_expanded(x: Tensor, tok: Tensor) -> Tensor:
+    return torch.gather(x, 0, tok.reshape(-1, 1).expand(-1, x.shape[1]))
+
+
+def put_into_new(rows: Tensor, index: Tensor) -> Tensor:
+    result = rows.new_empty(rows.shape)
+    result[index, :] = rows
+    return result
+
+
 def weigh_scatter(x: Tensor, rows: Tensor, weights: Tensor, order: Tensor, tok: Tensor) -> Tensor:
     rows = weights.view(-1)[order][:, None] * rows
     return torch.zeros_like(x).scatter_add(0, tok[:, None].expand(-1, x.shape[1]), rows)
@@ -227,6 +237,17 @@ RIGHT: dict[str, Steps] = {
     "unstable": Steps(order=lambda ids: ids.reshape(-1).argsort()),
     "div_floor": Steps(token=lambda order, k: torch.div(order, k, rounding_mode="floor")),
     "index_select": Steps(gather=lambda x, tok: x.index_select(0, tok)),
+    "gather": Steps(gather=gather_expanded),
+    "titan": Steps(
+        top_k=3,
+        count=lambda ids: ids.view(-1).float().histc(E, 0, E).long(),
+        order=lambda ids: torch.argsort(ids.view(-1), stable=True),
+        gather=gather_expanded,
+        regroup=lambda r, rows: (rows[i := regroup(r, rows.shape[0])], i),
+        experts=grouped,
+        back=put_into_new,
+        weigh=weigh_scatter,
+    ),
     "repeated": Steps(token=lambda order, k: order, gather=gather_repeated, weigh=weigh_inverse),
     "scatter_back": Steps(weigh=weigh_scatter),
     "expand_as_back": Steps(weigh=weigh_expand_as),
@@ -335,9 +356,9 @@ WRONG: dict[str, tuple[Steps, str]] = {
 
 def compare_on_ranks(
     rank: int, ranks: int, names: tuple[str, ...], batches: tuple[tuple[int, ...], ...], slices: int
-) -> list[int]:
-    """Compare layers, sliced and as written, on batches of a size per rank; how many of each one's
-    nodes run once per slice."""
+) -> list[tuple[int, int]]:
+    """Compare layers, sliced and as written, on batches of a size per rank; per layer how many
+    nodes run once per slice, and how often it was compiled."""
     from tests.sliced import compare
 
     torch._dynamo.config.capture_scalar_outputs = True
@@ -351,5 +372,5 @@ def compare_on_ranks(
     for name in names:
         steps = RIGHT[name] if name in RIGHT else WRONG[name][0]
         slicer = compare(Layer(steps, ranks, group), inputs, (slices,))
-        result.append(slicer.num_sliced)
+        result.append((slicer.num_sliced, slicer.num_compiles))
     return result

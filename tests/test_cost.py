@@ -186,7 +186,7 @@ def test_ranks_with_other_batches_get_the_same_costs(two_ranks):
 def test_routed_rows_are_balanced(two_ranks):
     gm = two_ranks[0][0]
     costs = estimate(gm)
-    rows = cost.NOMINAL_BATCH * cost.NOMINAL_SIZE
+    rows = cost.NOMINAL_BATCH * H100.nominal_size
     starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
     products = [node for node in gm.graph.nodes if node.target is aten.mm.default]
     assert [costs.of(node).result_bytes for node in starts] == [(rows * 64 * 4,)] * 2

@@ -7,7 +7,8 @@ Why it is correct: the new order keeps every dependency of data and effects. The
 starts depends on the graph and the cost table alone, so it is the same on every rank.
 
 Cost: values live longer; `memory_budget` caps the peak. Never worse than program order in the
-scheduler's own simulation.
+scheduler's own simulation. Routing is not balanced as the costs assume, so the order is the best
+for collectives that take `SKEW` times as long: filler then stands where a late exchange needs it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from overlap import cost, graph, schedule, simulate
 from overlap.graph import Phase
 from overlap.hardware import Profile
 from overlap.pipeline import Context, Effect
+
+SKEW = 1.5
+"""How much longer the busiest rank's exchange may take than a balanced one. Published: with real
+routing all-to-alls take up to four times as long as with forced balance (TorchTitan RFC #3434)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +62,26 @@ class Schedule:
         sizes = ctx.fact_or_none(cost.Sizes)
         program = simulate.extract(gm, cost.estimate(gm, profile, ctx.group_size, sizes))
         machine = simulate.Machine.of(profile)
-        result = schedule.schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
+        result = _schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
         for reason in result.reasons:
             ctx.remark("skipped", reason)
         nodes = list(gm.graph.nodes)
         graph.reorder(gm.graph, [nodes[i] for i in result.order])
         ctx.provide(Scheduled(program, machine, result))
+
+
+def _schedule(
+    program: simulate.Program, machine: simulate.Machine, cap_bytes: int | None
+) -> schedule.Schedule:
+    """The schedule for skewed collectives, told in the times of balanced ones."""
+    durations = tuple(
+        duration * SKEW if kind is simulate.TaskKind.START else duration
+        for duration, kind in zip(program.durations, program.kinds, strict=True)
+    )
+    skewed = dataclasses.replace(program, durations=durations)
+    result = schedule.schedule(skewed, machine, cap_bytes)
+    before = simulate.simulate(program, range(len(program)), machine)
+    after = simulate.simulate(program, result.order, machine)
+    if after.makespan_us > before.makespan_us:
+        return schedule.schedule(program, machine, cap_bytes)
+    return dataclasses.replace(result, before=before, after=after)

@@ -287,9 +287,15 @@ def _fill_of(op: Op, value: Any) -> float | None:
 @pl.register_rule(aten.gather, aten.take_along_dim)
 def gather(op: Op) -> Decision:
     index_name = "indices" if "indices" in op.arguments else "index"
+    dim = None if op["dim"] is None else op["dim"] % len(op.shape)
+    match op.place(op["self"]), op.place(op[index_name]):
+        case Split(at, rows, meaning), Split(index_at, target, pl.RowIndex(of)) if (
+            at == index_at == dim and rows == of and not isinstance(meaning, pl.INDEX_MEANINGS)
+        ):
+            return Decision(Split(at, target))
     tensors = [op["self"], op[index_name]]
     split, narrow = align(op, tensors, len(op.shape), broadcasts=False)
-    if op["dim"] is None or op["dim"] % len(op.shape) == split.dim:
+    if dim in (None, split.dim):
         raise op.refuse(_NOT_PROVEN)
     return Decision(split, narrow)
 
