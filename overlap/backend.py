@@ -30,6 +30,7 @@ from overlap.config import Config
 from overlap.hardware import Profile
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
+from overlap.passes.slice import Sliced
 from overlap.pipeline import Context, run
 from overlap.runtime import detect, groups
 
@@ -201,6 +202,8 @@ def _prepare(
     record.slices = slices
     preset = presets.moe(slices)
     run(captured.gm, preset.forward, ctx)
+    if sliced := ctx.fact_or_none(Sliced):
+        record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
     return captured.gm, preset
 
 

@@ -47,7 +47,7 @@ def last_remarks() -> list[str]:
 
 
 def test_an_unknown_option_names_the_nearest() -> None:
-    with pytest.raises(Exception, match="no option 'slice'.*did you mean 'slices'") as error:
+    with pytest.raises(Exception, match=r"no option 'slice'.*did you mean 'slices'") as error:
         compiled(Reduced(), slice=2)(torch.ones(4, 8))
     assert isinstance(error.value, ConfigError) or "ConfigError" in str(error.value)
 

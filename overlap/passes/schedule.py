@@ -4,7 +4,8 @@
     after    a = start(x0);  b = start(x1);  wa = wait(a);  y = f(wa);  wb = wait(b);  z = f(wb)
 
 Why it is correct: the new order keeps every dependency of data and effects. The order of a group's
-starts depends on the graph and the cost table alone, so it is the same on every rank.
+starts depends on the structure of the graph alone, not even on its costs: a rank whose batch leaves
+a slice one row sees other sizes than its peers, and has to start the same collectives all the same.
 
 Cost: values live longer; `memory_budget` caps the peak. Never worse than program order in the
 scheduler's own simulation. Routing is not balanced as the costs assume, so the order is the best
@@ -14,10 +15,12 @@ for collectives that take `SKEW` times as long: filler then stands where a late 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 
 from torch import fx
 
-from overlap import cost, graph, schedule, simulate
+from overlap import collectives, cost, graph, schedule, simulate
 from overlap.graph import Phase
 from overlap.hardware import Profile
 from overlap.pipeline import Context, Effect
@@ -60,7 +63,8 @@ class Schedule:
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
         profile = ctx.fact(Profile)
         sizes = ctx.fact_or_none(cost.Sizes)
-        program = simulate.extract(gm, cost.estimate(gm, profile, ctx.group_size, sizes))
+        costs = cost.estimate(gm, profile, ctx.group_size, sizes)
+        program = self._settle_starts(gm, costs)
         machine = simulate.Machine.of(profile)
         result = _schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
         for reason in result.reasons:
@@ -68,6 +72,77 @@ class Schedule:
         nodes = list(gm.graph.nodes)
         graph.reorder(gm.graph, [nodes[i] for i in result.order])
         ctx.provide(Scheduled(program, machine, result))
+
+    def _settle_starts(self, gm: fx.GraphModule, costs: cost.Costs) -> simulate.Program:
+        """The program with every group's starts in the order that all ranks keep."""
+        program = simulate.extract(gm, costs)
+        order = _program_order(_with_start_order(program, start_order(gm)))
+        if order is not None:
+            nodes = list(gm.graph.nodes)
+            graph.reorder(gm.graph, [nodes[i] for i in order])
+            program = simulate.extract(gm, costs)
+        in_order: dict[str, list[int]] = {}
+        for i, group in enumerate(program.groups):
+            if group >= 0:
+                in_order.setdefault(program.group_names[group], []).append(i)
+        deps = _with_start_order(program, in_order)
+        return dataclasses.replace(program, deps=tuple(tuple(sorted(set(d))) for d in deps))
+
+
+def start_order(gm: fx.GraphModule) -> dict[str, list[int]]:
+    """Per group, the positions of its starts in the order in which every rank runs them.
+
+    Collectives come in order of how many precede them on a path, then of the program. One that
+    moves integers prepares another, such as an exchange of counts, and comes right before it.
+    """
+    nodes = list(gm.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    depth: dict[fx.Node, int] = {}
+    for node in nodes:
+        before = max((depth[source] for source in node.all_input_nodes), default=0)
+        depth[node] = before + _moves_data(node)
+    last = (len(nodes), len(nodes))
+    prepares: dict[fx.Node, tuple[int, int]] = {}
+    for node in reversed(nodes):
+        own = (depth[node], position[node]) if _moves_data(node) else last
+        prepares[node] = min([own, *(prepares[user] for user in node.users)])
+    groups: dict[str, list[int]] = {}
+    starts = [node for node in nodes if collectives.is_start(node)]
+    for node in sorted(starts, key=lambda n: (prepares[n], _moves_data(n), position[n])):
+        groups.setdefault(collectives.group_of(node), []).append(position[node])
+    return groups
+
+
+def _moves_data(node: fx.Node) -> bool:
+    return collectives.is_start(node) and collectives.operand_of(node).is_floating_point()
+
+
+def _with_start_order(program: simulate.Program, groups: dict[str, list[int]]) -> list[list[int]]:
+    """The dependencies of `program` with each group's starts in a chain."""
+    deps = [list(before) for before in program.deps]
+    for starts in groups.values():
+        for before, after in itertools.pairwise(starts):
+            deps[after].append(before)
+    return deps
+
+
+def _program_order(deps: list[list[int]]) -> list[int] | None:
+    """Positions so that dependencies come first, else in their own order; None for a cycle."""
+    users: list[list[int]] = [[] for _ in deps]
+    num_missing = [len(set(before)) for before in deps]
+    for task, before in enumerate(deps):
+        for dep in set(before):
+            users[dep].append(task)
+    ready = [task for task, missing in enumerate(num_missing) if missing == 0]
+    order: list[int] = []
+    while ready:
+        task = heapq.heappop(ready)
+        order.append(task)
+        for user in users[task]:
+            num_missing[user] -= 1
+            if num_missing[user] == 0:
+                heapq.heappush(ready, user)
+    return order if len(order) == len(deps) else None
 
 
 def _schedule(
