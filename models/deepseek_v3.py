@@ -84,7 +84,7 @@ class DeepSeekV3Config:
             qk_rope=32,
             v_dim=64,
             hidden_dim=512,
-            moe=MoEConfig(hidden_dim=256, num_experts=8, top_k=2, num_shared=1),
+            moe=MoEConfig(hidden_dim=512, num_experts=8, top_k=2, num_shared=1),
         )
 
     @classmethod

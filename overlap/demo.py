@@ -63,7 +63,7 @@ class DemoOptions:
     link_mbit: float = 400.0
     num_ranks: int = 2
     slices: int | str = "auto"
-    steps: int = 64
+    steps: int = 56
     config: str = "debug"
 
     def __post_init__(self) -> None:
