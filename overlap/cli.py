@@ -39,7 +39,7 @@ class Demo:
     """How many processes train; each wants a core of its own."""
     slices: int | Literal["auto"] = "auto"
     """Slices of the batch; auto: the cost model picks."""
-    steps: int = 64
+    steps: int = 56
     """Timed steps of each of the three copies."""
     config: str = "debug"
     """Size of the model: toy or debug."""

@@ -1,0 +1,195 @@
+"""The passes after autograd, each on a small traced program: the graph it makes, and its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from overlap import graph, hardware, pipeline, printing
+from overlap.capture import CHECKPOINT_KEY
+from overlap.config import Config
+from overlap.graph import Phase
+from overlap.passes.legalize import Legalize
+from overlap.passes.merge_wgrad import MergeWgrad
+from overlap.passes.normalize import Normalize
+from overlap.passes.recompute import Policies, Recompute
+from overlap.passes.schedule import MemoryCap, Schedule, start_order
+from tests.tracing import all_to_all, c10d, wait
+
+
+def trace(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """The ATen graph of `function` as autograd leaves it, in phase JOINT."""
+    gm = make_fx(function, tracing_mode="fake")(*inputs)
+    graph.set_phase(gm, Phase.JOINT)
+    return gm
+
+
+def context(**options: Any) -> pipeline.Context:
+    ctx = pipeline.Context(Config(**options), group_size=lambda _: 2)
+    ctx.provide(hardware.with_link(hardware.load("cpu"), 400))
+    ctx.provide(MemoryCap(None))
+    ctx.provide(Policies({}))
+    return ctx
+
+
+def two_slices(x: Tensor, w: Tensor) -> Tensor:
+    """Each slice: a product, an exchange, a product."""
+    results = []
+    for piece in x.chunk(2):
+        sent = wait(all_to_all(piece @ w))
+        results.append(sent @ w)
+    return torch.cat(results)
+
+
+def test_normalize_drops_what_undoes_itself() -> None:
+    def function(x: Tensor) -> Tensor:
+        pieces = torch.ops.aten.split_with_sizes(x, [2, 2])
+        whole = torch.cat(pieces).detach()
+        return wait(wait(all_to_all(whole.pow(1.0))))
+
+    gm = trace(function, torch.zeros(4, 2))
+    pipeline.run(gm, [Normalize()], context())
+    assert_expected_inline(
+        printing.dump(gm),
+        """\
+     x_1: f32[4,2] = input
+,    all_to_all_single: f32[4,2] = all_to_all(x_1, [2, 2], [2, 2]) group=ep
+'    wait_tensor: f32[4,2] = wait(all_to_all_single)
+     return wait_tensor""",
+    )
+
+
+def test_normalize_stacks_gradients_of_selected_weights() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        select_backward = torch.ops.aten.select_backward
+        return select_backward(a, [2, 3], 0, 0) + select_backward(b, [2, 3], 0, 1)
+
+    a, b = torch.randn(3), torch.randn(3)
+    gm = trace(function, a, b)
+    pipeline.run(gm, [Normalize()], context())
+    assert_expected_inline(
+        printing.dump(gm),
+        """\
+     a_1: f32[3] = input
+     b_1: f32[3] = input
+     stack_default: f32[2,3] = aten.stack([a_1, b_1])
+     return stack_default""",
+    )
+    assert torch.equal(gm(a, b), function(a, b))
+
+
+def test_merge_wgrad_makes_one_product() -> None:
+    def function(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
+        return (g0.t() @ x0).t() + (g1.t() @ x1).t()
+
+    inputs = [torch.randn(rows, width) for width in (2, 3) for rows in (4, 5)]
+    gm = trace(function, *inputs)
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward"
+    pipeline.run(gm, [Normalize(), MergeWgrad()], context())
+    assert_expected_inline(
+        printing.dump(gm),
+        """\
+     g0_1: f32[4,2] = input
+     g1_1: f32[5,2] = input
+     x0_1: f32[4,3] = input
+     x1_1: f32[5,3] = input
+     cat_default: f32[9,2] = aten.cat([g0_1, g1_1], 0)
+     t_default: f32[2,9] = aten.t(cat_default)
+     cat_default_1: f32[9,3] = aten.cat([x0_1, x1_1], 0)
+     mm_default: f32[2,3] = aten.mm(t_default, cat_default_1)
+     t_default_1: f32[3,2] = aten.t(mm_default)
+     return t_default_1""",
+    )
+    torch.testing.assert_close(gm(*inputs), function(*inputs))
+
+
+def test_merge_wgrad_leaves_one_products_sum_alone() -> None:
+    def function(g: Tensor, x: Tensor, other: Tensor) -> Tensor:
+        return g.t() @ x + other
+
+    gm = trace(function, torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(2, 3))
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward"
+    before = printing.dump(gm)
+    pipeline.run(gm, [Normalize(), MergeWgrad()], context())
+    assert printing.dump(gm) == before
+
+
+def test_recompute_saves_collectives_and_says_when_checkpointing_repeats_one() -> None:
+    gm = trace(lambda x: wait(all_to_all(x)).relu(), torch.zeros(4, 2))
+    ctx = context()
+    pipeline.run(gm, [Normalize(), Recompute()], ctx)
+    policies = {node.name: graph.recompute_policy(node) for node in gm.graph.nodes}
+    assert policies["all_to_all_single"] is CheckpointPolicy.MUST_SAVE
+    assert policies["relu"] is None and not ctx.remarks
+
+    for node in gm.graph.nodes:
+        graph.annotate(node, CHECKPOINT_KEY, 0)
+    pipeline.run(gm, [Recompute()], ctx)
+    policies = {node.name: graph.recompute_policy(node) for node in gm.graph.nodes}
+    assert policies["all_to_all_single"] is CheckpointPolicy.PREFER_RECOMPUTE
+    assert [remark.message for remark in ctx.remarks] == [
+        "runs again in the backward, as checkpoint asks"
+    ]
+
+
+def test_schedule_puts_one_slices_product_under_the_others_exchange() -> None:
+    gm = trace(two_slices, torch.zeros(512, 256), torch.zeros(256, 256))
+    pipeline.run(gm, [Normalize(), Schedule()], context())
+    assert_expected_inline(
+        printing.dump(gm),
+        """\
+     x_1: f32[512,256] = input
+     w_1: f32[256,256] = input
+     split: (f32[256,256], f32[256,256]) = aten.split.Tensor(x_1, 256)
+     getitem: f32[256,256] = split[0]
+     mm: f32[256,256] = aten.mm(getitem, w_1)
+,    all_to_all_single: f32[256,256] = all_to_all(mm, [128, 128], [128, 128]) group=ep
+|    getitem_1: f32[256,256] = split[1]
+|    mm_2: f32[256,256] = aten.mm(getitem_1, w_1)
+'    wait_tensor: f32[256,256] = wait(all_to_all_single)
+,    all_to_all_single_1: f32[256,256] = all_to_all(mm_2, [128, 128], [128, 128]) group=ep
+|    mm_1: f32[256,256] = aten.mm(wait_tensor, w_1)
+'    wait_tensor_1: f32[256,256] = wait(all_to_all_single_1)
+     mm_3: f32[256,256] = aten.mm(wait_tensor_1, w_1)
+     cat: f32[512,256] = aten.cat([mm_1, mm_3])
+     return cat""",
+    )
+
+
+def test_start_order_depends_on_structure_alone() -> None:
+    def routed(x: Tensor, counts: Tensor) -> list[Tensor]:
+        """Per slice an exchange of counts, then the rows; traced count by count, row by row."""
+        received = [wait(all_to_all(counts + i)) for i in range(2)]
+        return [wait(all_to_all(x * r.sum())) for r in received]
+
+    gm = trace(routed, torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
+    names = [node.name for node in gm.graph.nodes]
+    order = [names[i] for i in start_order(gm)["ep"]]
+    assert order == [
+        "all_to_all_single",
+        "all_to_all_single_2",
+        "all_to_all_single_1",
+        "all_to_all_single_3",
+    ]
+
+
+def test_legalize_gives_in_place_collectives_storages_of_their_own() -> None:
+    def function(x: Tensor) -> Tensor:
+        first, second = x.clone().chunk(2)
+        return wait(c10d.all_reduce_(first, "sum", "dp")) + wait(
+            c10d.all_reduce_(second, "sum", "dp")
+        )
+
+    gm = trace(function, torch.zeros(4, 2))
+    graph.set_phase(gm, Phase.SCHEDULED)
+    pipeline.run(gm, [Legalize()], context())
+    clones = [node for node in gm.graph.nodes if graph.is_call(node, torch.ops.aten.clone)]
+    assert len(clones) == 3
