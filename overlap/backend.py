@@ -198,7 +198,7 @@ def _prepare(
     if not collectives.has_collective(captured.gm):
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
-    slices = compilation.decide_slices(captured.gm, config, record.profile, ctx.group_size)
+    slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
     record.slices = slices
     preset = presets.moe(slices)
     run(captured.gm, preset.forward, ctx)

@@ -106,6 +106,13 @@ class Compilation:
         found = tuple(CompiledCollective.of(start) for start in starts)
         self.graphs.append(CompiledGraph(kind, gm, printing.dump(gm), found, scheduled))
 
+    def is_same_code(self, other: Compilation) -> bool:
+        """Whether `other` compiles the same code of the same module, with the same options."""
+        own = {id(ref()) for ref in self.parameters}
+        is_same_module = other.is_for(own) or not (self.parameters or other.parameters)
+        same = self.code is not None and self.code == other.code
+        return same and is_same_module and self.config == other.config
+
     def is_for(self, parameters: set[int]) -> bool:
         return any(id(ref()) in parameters for ref in self.parameters if ref() is not None)
 
@@ -118,54 +125,52 @@ def records() -> tuple[Compilation, ...]:
     return tuple(_RECORDS)
 
 
-def decide_slices(
-    gm: fx.GraphModule,
-    config: Config,
-    profile: Profile | None,
-    group_size: Callable[[str], int],
-) -> int:
-    """How many slices: the user's number, an earlier decision for the same code, or the formula's.
+def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], int]) -> int:
+    """How many slices: the user's number, an earlier decision for this code, or the formula's.
 
-    Rank-invariant: the formula sees nominal sizes only.
+    Rank-invariant: the formula sees nominal sizes only, and a recompile that one rank does alone
+    keeps what all of them decided first.
     """
-    if isinstance(config.slices, int):
-        return config.slices
-    compile_id = CompileContext.current_compile_id()
-    code = compile_id.frame_id if compile_id else None
-    for record in _RECORDS[:-1]:
-        if code is not None and record.code == code and record.config == config and record.graphs:
-            return record.slices
-    assert profile is not None
-    costs = cost.estimate(gm, profile, group_size)
-    starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
-    compute_us = sum(costs.of(n).compute_us for n in gm.graph.nodes)
-    launch_us = profile.launch_us * len(gm.graph.nodes)
-    comm_us = sum(costs.of(n).collective_us for n in starts)
-    latency_us = profile.latency_us * len(starts)
-    best = min(
-        CANDIDATE_SLICES,
-        key=lambda n: predicted_us(n, compute_us, comm_us, launch_us, latency_us, len(starts)),
-    )
-    un_sliced = predicted_us(1, compute_us, comm_us, launch_us, latency_us, len(starts))
-    sliced = predicted_us(best, compute_us, comm_us, launch_us, latency_us, len(starts))
-    return best if un_sliced >= _LEAST_GAIN * sliced else 1
+    if isinstance(record.config.slices, int):
+        return record.config.slices
+    for earlier in _RECORDS:
+        if earlier is not record and earlier.graphs and earlier.is_same_code(record):
+            return earlier.slices
+    assert record.profile is not None
+    load = Load.of(gm, record.profile, group_size)
+    best = min(CANDIDATE_SLICES, key=load.predicted_us)
+    return best if load.predicted_us(1) >= _LEAST_GAIN * load.predicted_us(best) else 1
 
 
-def predicted_us(
-    slices: int,
-    compute_us: float,
-    comm_us: float,
-    launch_us: float,
-    latency_us: float,
-    num_collectives: int,
-) -> float:
-    """Step time of a forward, in microseconds, by the two-resource bound.
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What an un-sliced forward occupies, in microseconds: kernels, launches, links, latencies."""
 
-    Un-sliced, communication and compute add up. With N slices the longer of the two remains, plus
-    a part of one slice of the shorter: stages of one slice are not as long as those of another.
-    """
-    if slices == 1 or not num_collectives:
-        return compute_us + launch_us + comm_us
-    compute = compute_us * (1 + _SLICE_TAX * (slices - 1)) + launch_us * slices
-    comm = comm_us + latency_us * (slices - 1)
-    return max(compute, comm) + _BUBBLE * min(compute, comm) / slices
+    compute_us: float
+    launch_us: float
+    comm_us: float
+    latency_us: float
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, profile: Profile, group_size: Callable[[str], int]) -> Load:
+        costs = cost.estimate(gm, profile, group_size)
+        starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
+        return cls(
+            compute_us=sum(costs.of(node).compute_us for node in gm.graph.nodes),
+            launch_us=profile.launch_us * len(gm.graph.nodes),
+            comm_us=sum(costs.of(node).collective_us for node in starts),
+            latency_us=profile.latency_us * len(starts),
+        )
+
+    def predicted_us(self, slices: int) -> float:
+        """The forward's time in `slices` slices, by the two-resource bound.
+
+        Un-sliced, communication and compute add up. With N slices the longer of the two remains,
+        plus a part of one slice of the shorter: stages of one slice are not as long as those of
+        another.
+        """
+        if slices == 1 or not self.comm_us:
+            return self.compute_us + self.launch_us + self.comm_us
+        compute_us = self.compute_us * (1 + _SLICE_TAX * (slices - 1)) + self.launch_us * slices
+        comm_us = self.comm_us + self.latency_us * (slices - 1)
+        return max(compute_us, comm_us) + _BUBBLE * min(compute_us, comm_us) / slices
