@@ -16,6 +16,7 @@ from torch import fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -67,8 +68,17 @@ def to_aten(dynamo_gm: fx.GraphModule) -> Captured:
     _check_constants(gm)
     for source, target in zip(inputs, graph.placeholders(gm.graph), strict=True):
         graph.copy_source(source, target)
+    if _uses_autocast(gm):
+        # The trace stands above autocast, so it recorded the dtypes that there are without it.
+        graph.propagate_fake_values(gm)
     graph.set_phase(gm, graph.Phase.FORWARD)
     return Captured(gm, interpreter.policies)
+
+
+def _uses_autocast(gm: fx.GraphModule) -> bool:
+    devices = ("cpu", "cuda")
+    is_inside = any(node.target is enter_autocast for node in gm.graph.nodes)
+    return is_inside or any(torch.is_autocast_enabled(device) for device in devices)
 
 
 def _check_constants(gm: fx.GraphModule) -> None:
@@ -87,6 +97,9 @@ _OWN_BACKWARD = {
 }
 _FAITHFUL = ("cond",)
 """Higher-order operators that make_fx keeps, with their gradient."""
+
+
+_CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "bool")
 
 
 class _Inliner(fx.Interpreter):
@@ -116,6 +129,13 @@ class _Inliner(fx.Interpreter):
         if (is_higher_order and name not in _FAITHFUL) or module.startswith("torch._functorch"):
             raise CaptureError(f"{name}{_at(self.node)} has no form as ATen operators")
         return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: str, args: Any, kwargs: Any) -> Any:
+        if target in _CASTS and isinstance(args[0], torch.Tensor):
+            # A cast that changes nothing returns its operand, and the trace would take every later
+            # use of that for the cast. Under autocast it does change something when it runs.
+            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
+        return super().call_method(target, args, kwargs)
 
     def _inline_checkpoint(self, body: Any, *args: Any) -> Any:
         region = len(self.policies)

@@ -53,6 +53,9 @@ class Demo:
     def run(self, out: Output) -> None:
         from overlap import demo, demo_view
 
+        for path in (self.report, self.svg):
+            if path and not path.absolute().parent.is_dir():
+                raise ConfigError(f"{str(path)!r} lies in a folder that does not exist")
         options = demo.DemoOptions(
             link_mbit=self.link,
             num_ranks=self.ranks,

@@ -154,7 +154,15 @@ def _import(name: str) -> Any:
 
 def make_step(name: str, config: str | None, mesh: MeshSpec) -> Step:
     """The step that target `name` builds. Raises ConfigError if it builds none."""
-    step = load(name)(config, mesh)
+    function = load(name)
+    try:
+        inspect.signature(function).bind(config, mesh)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"target {name!r} cannot be called with (config, mesh): {error}; a target is "
+            "f(config: str | None, mesh: MeshSpec) -> Step"
+        ) from error
+    step = function(config, mesh)
     if not isinstance(step, Step):
         raise ConfigError(
             f"target {name!r} returns a {type(step).__name__}; it has to return an "

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.dist
 
 TOY = dataclasses.replace(
     DeepSeekV3Config.toy(),
+    num_layers=1,
+    num_dense=0,
     # As wide as two vectors: silu rounds the remainder of a row otherwise.
     moe=dataclasses.replace(DeepSeekV3Config.toy().moe, hidden_dim=32),
 )
-NUM_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,13 +32,14 @@ class Job:
 
     favoured: experts that get every token; the others get none.
     rows: batch rows per step; one entry a step.
+    layers: MoE layers.
     """
 
     slices: int | str
     rows: tuple[int, ...] = (8, 8, 8)
     favoured: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
-    options: tuple[tuple[str, Any], ...] = ()
+    layers: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +58,10 @@ class Outcome:
 
 
 def make_model(job: Job, num_ranks: int) -> DeepSeekV3:
-    config = TOY
+    config = dataclasses.replace(TOY, num_layers=job.layers)
     if TOY.moe.num_experts % num_ranks:
         config = dataclasses.replace(
-            TOY, moe=dataclasses.replace(TOY.moe, num_experts=2 * num_ranks)
+            config, moe=dataclasses.replace(TOY.moe, num_experts=2 * num_ranks)
         )
     model = DeepSeekV3(config, dist.group.WORLD)
     for layer in model.moe_layers():
@@ -106,7 +108,7 @@ def compare(rank: int, num_ranks: int, job: Job) -> Outcome:
     model = make_model(job, num_ranks)
     own = copy.deepcopy(model)
     exact = copy.deepcopy(model).double()
-    options = {"slices": job.slices, **dict(job.options)}
+    options = {"slices": job.slices}
     step = torch.compile(own, backend="overlap", fullgraph=True, options=options)
     losses, gradients = train(step, own, job, rank)
     expected, gradients_as_written = train(model, model, job, rank)
@@ -140,8 +142,14 @@ def test_first_loss_is_bitwise_and_gradients_within_rounding(slices: int) -> Non
         assert not [r for r in outcome.remarks if "refused" in r]
 
 
+def test_slices_stay_apart_across_layers() -> None:
+    for outcome in run_ranks(compare, 2, Job(slices=2, rows=(8,), layers=2), timeout_s=280):
+        assert outcome.is_bitwise
+        check_gradients(outcome)
+
+
 def test_uneven_cuts_over_several_steps_and_batch_sizes() -> None:
-    job = Job(slices=3, rows=(7, 8, 5))
+    job = Job(slices=3, rows=(7, 8, 5, 2))
     for outcome in run_ranks(compare, 2, job, timeout_s=280):
         assert outcome.loss_error < 1e-5
         check_gradients(outcome)

@@ -206,3 +206,18 @@ def test_dropout_is_noted() -> None:
     assert notes == [
         "each slice draws its own random numbers, other ones than the program as written"
     ]
+
+
+def cast_inside_autocast(m: Body, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`h.float()` changes nothing before autocast is applied, and something after."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = F.linear(x, m.w)
+        y = h.float() * 2
+        z = F.linear(y, m.w)
+    return h, z
+
+
+@pytest.mark.parametrize("is_ambient", [False, True])
+def test_a_cast_under_autocast_keeps_its_operand(is_ambient: bool) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_ambient):
+        compare(Body(cast_inside_autocast), [rows(4), rows(6)], rtol=2e-2)

@@ -68,7 +68,7 @@ class LinkConfig:
     latency_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bandwidth_mbit > 0:
+        if not 0 < self.bandwidth_mbit < math.inf:
             raise ConfigError(
                 f"bandwidth_mbit of the emulated link is {self.bandwidth_mbit!r}; expected > 0"
             )
