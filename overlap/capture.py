@@ -130,7 +130,7 @@ class _Inliner(fx.Interpreter):
             raise CaptureError(f"{name}{_at(self.node)} has no form as ATen operators")
         return super().call_function(target, args, kwargs)
 
-    def call_method(self, target: str, args: Any, kwargs: Any) -> Any:
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target in _CASTS and isinstance(args[0], torch.Tensor):
             # A cast that changes nothing returns its operand, and the trace would take every later
             # use of that for the cast. Under autocast it does change something when it runs.
