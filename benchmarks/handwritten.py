@@ -480,12 +480,25 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.handwritten", description=__doc__)
+def make_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark of steps over a link: `link`, `repeats`, `json`."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{module}", description=description)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--link", type=float, default=400, metavar="MBIT", help="bandwidth")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def show(rows: list[dict[str, Any]], is_json: bool) -> None:
+    if is_json:
+        print(json.dumps(rows))
+    else:
+        print_rows(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = make_parser("handwritten", __doc__)
     options = parser.parse_args(argv)
     try:
         with shaped_link(options.link) as link:
@@ -493,10 +506,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LinkUnavailable as error:
         parser.exit(1, f"{error}\n")
     rows = rows_of(f"2-layer MoE, 2 ranks, {options.link:g} Mbit/s between namespaces", steps_ms)
-    if options.json:
-        print(json.dumps(rows))
-    else:
-        print_rows(rows)
+    show(rows, options.json)
     return 0
 
 

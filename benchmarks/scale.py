@@ -13,19 +13,17 @@ Times are seconds: `extract_s` from the graph to costs and a program, `seconds` 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from benchmarks.schedules import report
 from models import DeepSeekV3, DeepSeekV3Config, LossModel
 from overlap import cost, hardware, schedule, simulate
 from overlap.simulate import Machine, Program, Storage
@@ -135,16 +133,5 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return result
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print a list of rows instead")
-    arguments = parser.parse_args()
-    measured = rows()
-    if arguments.json:
-        print(json.dumps(measured))
-    else:
-        Console().print(table(measured))
-
-
 if __name__ == "__main__":
-    main()
+    report(__doc__ or "", rows, table)

@@ -149,8 +149,13 @@ def _cell(row: dict[str, Any]) -> str:
     return f"{row['makespan']:g}{exposed}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+def report(
+    description: str,
+    rows: Callable[[], list[dict[str, Any]]],
+    table: Callable[[list[dict[str, Any]]], Table],
+) -> None:
+    """The command line of a benchmark without options of its own: its rows, or their table."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print a list of rows instead")
     arguments = parser.parse_args()
     measured = rows()
@@ -161,4 +166,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(__doc__ or "", rows, table)

@@ -12,8 +12,6 @@ emulated one, which is then said. One run, all variants in turn on the same weig
 
 from __future__ import annotations
 
-import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -139,12 +137,7 @@ def _profile_file(folder: Path, link_mbit: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.slicing", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--link", type=float, default=400, metavar="MBIT", help="bandwidth")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(argv)
+    options = handwritten.make_parser("slicing", __doc__).parse_args(argv)
     try:
         with shaped_link(options.link) as shaped:
             ranks = shaped.run(
@@ -158,10 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             measure, *arguments, options=launch.LaunchOptions(num_ranks=2, env=RANK_ENV)
         )
     rows = handwritten.rows_of(f"2-layer MoE, 2 ranks, {kind}", ranks[0])
-    if options.json:
-        print(json.dumps(rows))
-    else:
-        handwritten.print_rows(rows)
+    handwritten.show(rows, options.json)
     return 0
 
 

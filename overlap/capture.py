@@ -86,7 +86,7 @@ def _check_constants(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="get_attr"):
         value = getattr(gm, str(node.target), None)
         if isinstance(value, torch.Tensor) and (
-            graph.is_fake(value) or is_functorch_wrapped_tensor(value)
+            isinstance(value, FakeTensor) or is_functorch_wrapped_tensor(value)
         ):
             raise CaptureError(f"the trace lost sight of a value{_at(node)}")
 

@@ -121,6 +121,7 @@ def stack_trace(node: fx.Node) -> str:
     return node.meta.get("stack_trace") or ""
 
 
+ASSERTIONS = (torch.ops.aten._assert_scalar, torch.ops.aten._assert_async)
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
@@ -166,21 +167,16 @@ def copy_source(source: fx.Node, target: fx.Node) -> None:
         target.meta["grapharg"] = source.meta["grapharg"]
 
 
-def dynamo_source_name(placeholder: fx.Node) -> str:
-    """Name of the Python expression that Dynamo read the input from, such as `L['x']`."""
-    grapharg = placeholder.meta.get("grapharg")
-    source = getattr(grapharg, "source", None)
-    return source.name if source is not None else ""
-
-
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside a fake value, in order."""
+    """The tensors inside a fake value or inside arguments, in order."""
     match value:
         case torch.Tensor():
             yield value
         case list() | tuple():
             for item in value:
                 yield from tensors_of(item)
+        case dict():
+            yield from tensors_of(list(value.values()))
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
@@ -236,26 +232,11 @@ def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
 def infer_fake_value(node: fx.Node) -> None:
     """Compute and record the fake value of a new call from those of its operands."""
     values = fx.map_arg((node.args, node.kwargs), fake_value)
-    found = (t.fake_mode for t in tensors_of_nested(values) if isinstance(t, FakeTensor))
+    found = (t.fake_mode for t in tensors_of(values) if isinstance(t, FakeTensor))
     mode = next(found, None)
     args, kwargs = values  # pyright: ignore[reportGeneralTypeIssues]
     with mode or contextlib.nullcontext(), torch.no_grad():
         set_fake_value(node, node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
-
-
-def tensors_of_nested(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors inside arguments: lists, tuples and dicts of fake values."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_of_nested(item)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, FakeTensor)
 
 
 def propagate_fake_values(gm: fx.GraphModule) -> None:

@@ -44,7 +44,6 @@ _DTYPES = {
     torch.complex64: "c64",
     torch.complex128: "c128",
 }
-_ASSERTIONS = (torch.ops.aten._assert_scalar, torch.ops.aten._assert_async)
 _SYMBOL = re.compile(r"([A-Za-z_]+?)(\d+)")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -276,7 +275,7 @@ def _call(node: fx.Node, symbols: Names) -> str:
         return _start(node, symbols)
     if collectives.is_wait(node):
         return f"wait({', '.join(args)})"
-    if graph.is_call(node, *_ASSERTIONS):
+    if graph.is_call(node, *graph.ASSERTIONS):
         args = args[:1]  # the rest is a message that spells out the condition
     name = _function_name(node.target)
     if name == "operator.getitem":

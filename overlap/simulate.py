@@ -37,8 +37,7 @@ from overlap.hardware import Profile
 
 _aten = torch.ops.aten
 _CHECKS = (
-    _aten._assert_async,
-    _aten._assert_scalar,
+    *graph.ASSERTIONS,
     _aten._assert_tensor_metadata,
     _aten.sym_constrain_range,
     _aten.sym_constrain_range_for_size,

@@ -51,7 +51,6 @@ JOINS = (
 )
 _FREES = (_aten.resize_, _aten.set_, torch.ops.inductor.resize_storage_bytes_)
 _SIZES = (_aten.sym_size, _aten.sym_stride, _aten.sym_numel, _aten.sym_storage_offset)
-_CHECKS = (_aten._assert_scalar, _aten._assert_async)
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
 _EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 _MODES = "grad and autocast modes"
@@ -470,7 +469,7 @@ def _slices_apart(subject: Subject) -> Iterator[tuple[fx.Node | None, str]]:
         owner[node] = None if graph.is_common_size(node) else own
         if node.op == "output" or (own is None and graph.is_call(node, *JOINS)):
             continue
-        if graph.is_call(node, *_CHECKS):
+        if graph.is_call(node, *graph.ASSERTIONS):
             continue  # a condition that slices share is checked once for each
         if own is None and len(read) > 1:
             places = " and ".join(f"{arg} of slice {other}" for other, arg in read.items())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -77,7 +78,7 @@ class Schedule:
         """The program with every group's starts in the order that all ranks keep."""
         program = simulate.extract(gm, costs)
         order = _program_order(_with_start_order(program, start_order(gm)))
-        if order is not None:
+        if order is not None and order != list(range(len(order))):
             nodes = list(gm.graph.nodes)
             graph.reorder(gm.graph, [nodes[i] for i in order])
             program = simulate.extract(gm, costs)
@@ -85,8 +86,7 @@ class Schedule:
         for i, group in enumerate(program.groups):
             if group >= 0:
                 in_order.setdefault(program.group_names[group], []).append(i)
-        deps = _with_start_order(program, in_order)
-        return dataclasses.replace(program, deps=tuple(tuple(sorted(set(d))) for d in deps))
+        return dataclasses.replace(program, deps=_with_start_order(program, in_order))
 
 
 def start_order(gm: fx.GraphModule) -> dict[str, list[int]]:
@@ -117,21 +117,23 @@ def _moves_data(node: fx.Node) -> bool:
     return collectives.is_start(node) and collectives.operand_of(node).is_floating_point()
 
 
-def _with_start_order(program: simulate.Program, groups: dict[str, list[int]]) -> list[list[int]]:
+def _with_start_order(
+    program: simulate.Program, groups: dict[str, list[int]]
+) -> tuple[tuple[int, ...], ...]:
     """The dependencies of `program` with each group's starts in a chain."""
-    deps = [list(before) for before in program.deps]
+    deps = list(program.deps)
     for starts in groups.values():
         for before, after in itertools.pairwise(starts):
-            deps[after].append(before)
-    return deps
+            deps[after] = tuple(sorted({*deps[after], before}))
+    return tuple(deps)
 
 
-def _program_order(deps: list[list[int]]) -> list[int] | None:
+def _program_order(deps: Sequence[Sequence[int]]) -> list[int] | None:
     """Positions so that dependencies come first, else in their own order; None for a cycle."""
     users: list[list[int]] = [[] for _ in deps]
-    num_missing = [len(set(before)) for before in deps]
+    num_missing = [len(before) for before in deps]
     for task, before in enumerate(deps):
-        for dep in set(before):
+        for dep in before:
             users[dep].append(task)
     ready = [task for task, missing in enumerate(num_missing) if missing == 0]
     order: list[int] = []
