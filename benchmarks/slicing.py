@@ -27,7 +27,7 @@ from torch.distributed import _functional_collectives as funcol
 from benchmarks import handwritten
 from benchmarks.handwritten import Layer, Model, Shape, Splits
 from benchmarks.netns import LinkUnavailable, shaped_link
-from overlap.runtime import launch, link
+from overlap.runtime import launch, link, link_group
 
 BY_HAND = ("eager", "eager, p2p", "sliced, N=2", "sliced, N=4")
 COMPILED_SLICES = (1, 2, 4)
@@ -93,8 +93,8 @@ def compiled_step(model: Model, slices: int, profile: str) -> Callable[[Tensor, 
 
 def measure(backend: str, link_mbit: float, repeats: int, shape: Shape) -> dict[str, list[float]]:
     """Milliseconds of each step of each variant, the slower rank's; the variants take turns."""
-    if backend == link.EMULATED:
-        link.register(link.LinkConfig(bandwidth_mbit=link_mbit))
+    if backend == link_group.EMULATED:
+        link_group.register(link.LinkConfig(bandwidth_mbit=link_mbit))
     dist.init_process_group(backend)
     rank, world = dist.get_rank(), dist.get_world_size()
     x_BTD, classes_BT = handwritten.make_batch(shape, rank)
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kind = f"{options.link:g} Mbit/s between network namespaces"
     except LinkUnavailable as error:
         kind = f"an emulated link of {options.link:g} Mbit/s ({error})"
-        arguments = (link.EMULATED, options.link, options.repeats, Shape())
+        arguments = (link_group.EMULATED, options.link, options.repeats, Shape())
         ranks = launch.launch(
             measure, *arguments, options=launch.LaunchOptions(num_ranks=2, env=RANK_ENV)
         )

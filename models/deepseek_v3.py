@@ -12,6 +12,7 @@ Shape suffixes:
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +87,12 @@ class DeepSeekV3Config:
             hidden_dim=512,
             moe=MoEConfig(hidden_dim=512, num_experts=8, top_k=2, num_shared=1),
         )
+
+    @classmethod
+    def demo(cls) -> DeepSeekV3Config:
+        """The debug model with wider experts: more to compute for each row that is sent."""
+        debug = cls.debug()
+        return dataclasses.replace(debug, moe=dataclasses.replace(debug.moe, hidden_dim=1024))
 
     @classmethod
     def v3_671b(cls) -> DeepSeekV3Config:
@@ -225,10 +232,11 @@ class DeepSeekV3(nn.Module):
             moe.update_bias(group, speed)
 
 
-BALANCE_SPEED = 3e-3  # three times the published one, for runs of a few hundred steps
+BALANCE_SPEED = 1e-2  # ten times the published one, for runs of a few hundred steps
 CONFIGS = {
     "toy": DeepSeekV3Config.toy,
     "debug": DeepSeekV3Config.debug,
+    "demo": DeepSeekV3Config.demo,
 }
 
 
@@ -239,7 +247,7 @@ def train_step(config: str | None, mesh: MeshSpec) -> Step:
     group = mesh.with_axis("ep", divides=sizes.moe.num_experts).group("ep")
     model = LossModel(DeepSeekV3(sizes, group))
     tokens_BS, labels_BS = next(text.batches("train", batch=8, seq=sizes.max_seq))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     everyone = dist.group.WORLD if mesh.num_ranks > 1 else None
     optimizer.register_step_post_hook(
         lambda *_: model.model.update_expert_bias(everyone, BALANCE_SPEED)

@@ -32,7 +32,7 @@ from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
 from overlap.pipeline import Context, run
-from overlap.runtime import detect, groups
+from overlap.runtime import agree, detect, groups
 
 _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 
@@ -40,7 +40,8 @@ _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = None) -> Any:
     """The backend behind `torch.compile(model, backend="overlap", options={...})`.
 
-    Raises ConfigError for wrong options, PassError for a refused overlap under `strict`.
+    Raises ConfigError for wrong options, PassError for a refused overlap under `strict`. What it
+    returns raises DivergenceError if another rank decided otherwise about the program.
     """
     config = Config.from_options(options)
     if os.environ.get("OVERLAP_DISABLE") == "1":
@@ -48,7 +49,7 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     _restart_with_symbolic_sizes(gm, example_inputs)
     _unify_sizes(gm)
     began = time.perf_counter()
-    record = Compilation.begin(config, example_inputs)
+    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
     compiled = _compile(gm, example_inputs, record)
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
@@ -59,10 +60,7 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
 
 def as_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """The un-sliced, un-scheduled program through the same kernels: the referee."""
-    compiler = _boxed_callable
-    return aot_autograd(
-        fw_compiler=compiler, inference_compiler=compiler, partition_fn=default_partition
-    )(gm, example_inputs)
+    return _through_autograd(gm, example_inputs, lambda kind, gm, _: _boxed_callable(gm))
 
 
 def set_dynamo_flags() -> None:
@@ -166,13 +164,30 @@ def _compile(
     program, preset = _prepare(gm, ctx, record)
     session = _Session(record, ctx, preset)
     if preset is presets.NONE:
-        return as_written(gm, example_inputs)
+        return _through_autograd(
+            gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm)
+        )
+    return _through_autograd(
+        program,
+        example_inputs,
+        functools.partial(_compile_graph, session),
+        functools.partial(_partition, session),
+    )
+
+
+def _through_autograd(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compiler: Callable[[str, fx.GraphModule, Any], Callable[..., Any]],
+    partition: Callable[..., Any] = default_partition,
+) -> Callable[..., Any]:
+    """Let AOTAutograd derive the graphs that run; `compiler` gets the kind of each."""
     return aot_autograd(
-        fw_compiler=functools.partial(_compile_graph, session, "forward"),
-        bw_compiler=functools.partial(_compile_graph, session, "backward"),
-        inference_compiler=functools.partial(_compile_graph, session, "inference"),
-        partition_fn=functools.partial(_partition, session),
-    )(program, example_inputs)
+        fw_compiler=functools.partial(compiler, "forward"),
+        bw_compiler=functools.partial(compiler, "backward"),
+        inference_compiler=functools.partial(compiler, "inference"),
+        partition_fn=partition,
+    )(gm, example_inputs)
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:
@@ -237,13 +252,37 @@ def _compile_graph(
         session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
     session.final(kind, gm, session.record.base_peak_bytes)
-    return _boxed_callable(gm, example_inputs)
+    return _compared_callable(session.record, kind, gm)
 
 
-def _boxed_callable(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def _compared_callable(record: Compilation, kind: str, gm: fx.GraphModule) -> Callable[..., Any]:
+    """The graph as a callable; before its first run the ranks compare what they decided about it.
+
+    Not while it is compiled: AOTAutograd puts off a backward whose compiler raises, and a graph
+    that one rank compiles and never runs is nothing that others could differ from.
+    """
+    run_graph = _boxed_callable(gm)
+    starts = compilation.collectives_of(gm)
+    if not starts:
+        return run_graph
+    compare_once = functools.cache(functools.partial(record.compare_ranks, kind, starts))
+
+    def compared(inputs: list[Any]) -> Any:
+        compare_once()
+        return run_graph(inputs)
+
+    return _boxed(compared)
+
+
+def _boxed_callable(gm: fx.GraphModule) -> Callable[..., Any]:
     """The nodes in their order, as Python that frees inputs and values at their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
-    forward = gm.forward
-    forward.__func__._boxed_call = True  # pyright: ignore
-    return forward
+    _boxed(gm.forward.__func__)  # pyright: ignore[reportFunctionMemberAccess]
+    return gm.forward
+
+
+def _boxed(function: Any) -> Any:
+    """Mark a function that takes its inputs as one list, which it may empty."""
+    function._boxed_call = True
+    return function

@@ -128,14 +128,12 @@ class _Inliner(fx.Interpreter):
         module = getattr(target, "__module__", "") or ""
         if (is_higher_order and name not in _FAITHFUL) or module.startswith("torch._functorch"):
             raise CaptureError(f"{name}{_at(self.node)} has no form as ATen operators")
+        if isinstance(target, torch._ops.OpOverload):
+            args = _kept_apart(target.overloadpacket.__name__, args)
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target in _CASTS and isinstance(args[0], torch.Tensor):
-            # A cast that changes nothing returns its operand, and the trace would take every later
-            # use of that for the cast. Under autocast it does change something when it runs.
-            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
-        return super().call_method(target, args, kwargs)
+        return super().call_method(target, _kept_apart(target, args), kwargs)
 
     def _inline_checkpoint(self, body: Any, *args: Any) -> Any:
         region = len(self.policies)
@@ -145,6 +143,14 @@ class _Inliner(fx.Interpreter):
         nested = _Inliner(body)
         nested.policies = self.policies
         return nested.run(*args)
+
+
+def _kept_apart(name: str, args: Any) -> Any:
+    """A cast that changes nothing returns its operand, and the trace would take every later use of
+    that for the cast. Under autocast it does change something when it runs."""
+    if name in _CASTS and args and isinstance(args[0], torch.Tensor):
+        return (torch.ops.aten.alias.default(args[0]), *args[1:])
+    return args
 
 
 def _at(node: fx.Node | None) -> str:

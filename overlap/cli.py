@@ -1,7 +1,7 @@
 """The command line: `overlap demo`, `overlap explain models.moe:train_step`, ... .
 
 Every verb takes `--json`: one JSON document on standard output and nothing else there. Exit codes:
-0 ok, 1 a check or a rank failed, 2 usage, 130 interrupted.
+0 ok, 1 a check or a rank failed, 2 usage, 4 ranks decided differently, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 from rich.console import Console, Group, RenderableType
 from tyro.conf import FlagCreatePairsOff, Positional, subcommand
 
-from overlap.errors import ConfigError, OverlapError
+from overlap.errors import ConfigError, DivergenceError, OverlapError
 from overlap.tables import Grid
 
 if TYPE_CHECKING:
     from overlap.presets import Preset
     from overlap.preview import Preview
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED = 1, 2, 4, 130
 PIPE_WIDTH = 110
 
 
@@ -33,16 +34,16 @@ PIPE_WIDTH = 110
 class Demo:
     """Train a mixture of experts on local ranks over an emulated link, with and without overlap."""
 
-    link: float = 400.0
+    link: float = 200.0
     """Bandwidth of the emulated link in Mbit/s, each way."""
     ranks: int = 2
     """How many processes train; each wants a core of its own."""
     slices: int | Literal["auto"] = "auto"
     """Slices of the batch; auto: the cost model picks."""
-    steps: int = 56
+    steps: int = 44
     """Timed steps of each of the three copies."""
-    config: str = "debug"
-    """Size of the model: toy or debug."""
+    config: str = "demo"
+    """Size of the model: toy, debug or demo."""
     report: Path = Path("report.html")
     """Where the page with both timelines goes."""
     svg: Path | None = None
@@ -53,9 +54,7 @@ class Demo:
     def run(self, out: Output) -> None:
         from overlap import demo, demo_view
 
-        for path in (self.report, self.svg):
-            if path and not path.absolute().parent.is_dir():
-                raise ConfigError(f"{str(path)!r} lies in a folder that does not exist")
+        _check_files(self.report, self.svg)
         options = demo.DemoOptions(
             link_mbit=self.link,
             num_ranks=self.ranks,
@@ -104,6 +103,7 @@ class Explain(_OfTarget):
     def run(self, out: Output) -> None:
         from overlap import report_html
 
+        _check_files(self.html)
         looked = _look(self, self.hardware)
         if self.html:
             title = f"overlap: {self.target}"
@@ -124,6 +124,7 @@ class Simulate(_OfTarget):
     def run(self, out: Output) -> None:
         from overlap import preview
 
+        _check_files(self.trace)
         looked = _look(self, self.hardware)
         if self.trace:
             self.trace.write_text(json.dumps(preview.chrome_trace(looked)))
@@ -199,13 +200,14 @@ Command = (
 
 @dataclass(frozen=True)
 class Output:
-    """Where a verb's result goes: JSON or text on standard output."""
+    """Where a verb's result goes: JSON or text on `stream`, standard output."""
 
     is_json: bool
+    stream: TextIO
 
     def emit(self, document: Any, text: RenderableType) -> None:
         if self.is_json:
-            print(json.dumps(document, indent=2))
+            print(json.dumps(document, indent=2), file=self.stream)
         else:
             width = None if sys.stdout.isatty() else PIPE_WIDTH
             Console(width=width).print(text, highlight=False)
@@ -234,10 +236,16 @@ def parse(argv: Sequence[str]) -> Any:
 def run(argv: Sequence[str]) -> int:
     """The exit code of one command."""
     command = parse(argv)
+    out = Output(command.json, sys.stdout)
+    # What a user's target prints is no part of the document.
+    elsewhere = redirect_stdout(sys.stderr) if command.json else nullcontext()
     try:
-        command.run(Output(command.json))
+        with elsewhere:
+            command.run(out)
     except ConfigError as error:
         return _fail(error, EXIT_USAGE)
+    except DivergenceError as error:
+        return _fail(error, EXIT_DIVERGED)
     except OverlapError as error:
         return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
@@ -251,14 +259,28 @@ def _fail(error: OverlapError, code: int) -> int:
     return code
 
 
+def _check_files(*paths: Path | None) -> None:
+    """Whether what is computed can be written, before it is computed."""
+    for path in filter(None, paths):
+        if not path.absolute().parent.is_dir():
+            raise ConfigError(f"{str(path)!r} lies in a folder that does not exist")
+        if path.is_dir():
+            raise ConfigError(f"{str(path)!r} is a folder; name a file in it")
+
+
 def _look(options: _OfTarget, hardware: str) -> Preview:
     from overlap import preview
     from overlap.config import Config
     from overlap.target import MeshSpec
 
-    if options.mesh and options.world:
+    world = options.world
+    if options.mesh is not None and world is not None:
         raise ConfigError("give --mesh or --world, not both: a mesh says how many ranks there are")
-    mesh = MeshSpec.parse(options.mesh) if options.mesh else MeshSpec.of_world(options.world or 2)
+    mesh = (
+        MeshSpec.of_world(2 if world is None else world)
+        if options.mesh is None
+        else MeshSpec.parse(options.mesh)
+    )
     config = Config(slices=options.slices, memory_budget=options.memory_budget, hardware=hardware)
     return preview.preview(options.target, options.config, mesh, config)
 

@@ -134,9 +134,14 @@ def operand_of(start: fx.Node) -> torch.Tensor:
 
 
 def start_of(wait: fx.Node) -> fx.Node | None:
-    """The start that a wait is for, None where the wait is on a graph input."""
+    """The start that a wait is for, through the item of a tuple; None where the wait is on a graph
+    input."""
     source = wait.args[0]
-    return source if isinstance(source, fx.Node) and is_start(source) else None
+    while isinstance(source, fx.Node) and not is_start(source):
+        if source.op != "call_function" or isinstance(source.target, torch._ops.OperatorBase):
+            return None
+        source = source.args[0]
+    return source if isinstance(source, fx.Node) else None
 
 
 def waits_of(start: fx.Node) -> list[fx.Node]:

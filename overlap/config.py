@@ -6,6 +6,7 @@ The same fields are the keys of `torch.compile(..., options={...})` and the `--o
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,7 +110,7 @@ def _check_budget(budget: object) -> None:
             pass
         case int() if budget > 0:
             return
-        case float() if budget >= 1.0:
+        case float() if 1.0 <= budget < math.inf:
             return
     raise ConfigError(
         "option 'memory_budget' expects bytes (an int > 0), a ratio (a float >= 1.0) or None, "

@@ -339,6 +339,11 @@ def _grouped_mm_flops(call: Call) -> float:
     return 2.0 * batch * a[-2] * a[-1] * b[-1]
 
 
+def _product_flops(call: Call) -> float:
+    """Of `linear` and `matmul`, which are whole before autograd."""
+    return 2.0 * torch.Size(call.sizes.shape(call.result)).numel() * call.shape(0)[-1]
+
+
 def _attention_flops(call: Call) -> float:
     (*batch, query, depth), key = call.shape(0), call.shape(1)[-2]
     return 4.0 * torch.Size(batch).numel() * query * key * depth
@@ -350,6 +355,8 @@ def _attention_backward_flops(call: Call) -> float:
 
 
 _EXTRA_FLOPS: dict[Any, Callable[[Call], float]] = {
+    _aten.linear: _product_flops,
+    _aten.matmul: _product_flops,
     _aten._grouped_mm: _grouped_mm_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,

@@ -34,7 +34,7 @@ from overlap import report, target
 from overlap.config import Config
 from overlap.errors import ConfigError
 from overlap.report import MeasuredStep, Report
-from overlap.runtime import fake, link, memory
+from overlap.runtime import fake, link, link_group, memory
 from overlap.runtime.launch import LaunchOptions, launch
 from overlap.target import MeshSpec
 
@@ -42,7 +42,7 @@ TARGET = "models.deepseek_v3:train_step"
 TEXT = "models.text:batches"
 EAGER, OVERLAP, UNSLICED = "eager", "overlap", "overlap, 1 slice"
 BLOCK_STEPS = 4
-UNTIMED_STEPS = 12  # the first compiles, the second measures memory; then routing settles
+UNTIMED_STEPS = 16  # the first compiles, the second measures memory; then routing settles
 HELDOUT_BATCHES = 4
 RANK_ENV = {
     "MKL_CBWR": "AVX512,STRICT",  # products of fewer rows round as those of more
@@ -60,11 +60,11 @@ class DemoOptions:
     config: of the target.
     """
 
-    link_mbit: float = 400.0
+    link_mbit: float = 200.0
     num_ranks: int = 2
     slices: int | str = "auto"
-    steps: int = 56
-    config: str = "debug"
+    steps: int = 44
+    config: str = "demo"
 
     def __post_init__(self) -> None:
         link.LinkConfig(self.link_mbit)
@@ -225,8 +225,8 @@ def run(options: DemoOptions) -> DemoResult:
 def train(options: DemoOptions) -> RankRun:
     """All of the training of one rank."""
     torch.set_num_threads(1)
-    link.register(link.LinkConfig(options.link_mbit))
-    dist.init_process_group(link.EMULATED)
+    link_group.register(link.LinkConfig(options.link_mbit))
+    dist.init_process_group(link_group.EMULATED)
     try:
         return _Trainer(options).run()
     finally:

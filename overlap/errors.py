@@ -3,6 +3,7 @@
 ConfigError  the user's: an option, a preset, a target, an environment variable
 PassError    the graph's: a pass met a program that it cannot handle
 VerifyError  ours: a pass broke a rule of its phase
+RankError    of a rank that failed, or of ranks that disagree
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class VerifyError(OverlapError):
 
 class RankError(OverlapError):
     """A rank failed, or ranks disagree; the message names the rank."""
+
+
+class DivergenceError(RankError):
+    """Ranks decided differently; raised before a collective that they would not share."""
 
 
 def unknown_name(kind: str, name: str, valid: Iterable[str], place: str = "") -> ConfigError:

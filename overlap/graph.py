@@ -267,3 +267,14 @@ def is_common_size(node: fx.Node) -> bool:
     if isinstance(value, int):
         return True
     return isinstance(value, torch.SymInt) and not free_unbacked_symbols(value)
+
+
+def is_same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
+    """Whether two sizes are known to be equal, without a guard."""
+    if isinstance(one, int) or isinstance(other, int):
+        return isinstance(one, int) and isinstance(other, int) and one == other
+    return one.node.expr == other.node.expr
+
+
+def is_same_shape(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
+    return len(one) == len(other) and all(map(is_same_size, one, other))

@@ -111,16 +111,17 @@ _HOST = "a model: one kernel launch, one event and copy back"
 # fmt: off
 _CPU = Profile(
     name="cpu", device="cpu",
-    peak_tflops={"float32": 0.1, "float64": 0.05, "bfloat16": 0.1}, reached=0.7,
-    memory_gbps=8.0, memory_reached=0.75,
+    peak_tflops={"float32": 0.1, "float64": 0.05, "bfloat16": 0.1}, reached=0.9,
+    memory_gbps=24.0, memory_reached=0.75,
     node_gbps=1.25, network_gbps=1.25, link_reached=0.95, gpus_per_node=1,
-    latency_us=200.0, launch_us=5.0, host_read_us=1.0, contention=0.0, is_stream=False,
+    latency_us=200.0, launch_us=8.0, host_read_us=1.0, contention=0.0, is_stream=False,
     nominal_size=128,
     sources={
-        "peak_tflops": "one AVX-512 core of a server CPU; large fp32 GEMMs reach 60 to 95 GFLOP/s",
-        "memory_gbps": "one core that writes freshly allocated results",
+        "peak_tflops": "one AVX-512 core of a server CPU; large fp32 GEMMs reach 60 to 100 GFLOP/s",
+        "memory_gbps": "one core, between results in its cache (40) and freshly mapped ones (6)",
         "network_gbps": "10 Gbit/s Ethernet; see with_link",
         "latency_us": "a 4 KiB gloo all-to-all",
+        "launch_us": "a node of a graph of small tensors, run from Python, its allocation included",
     },
 )
 _H100 = Profile(

@@ -16,6 +16,7 @@ from overlap.passes.merge_wgrad import MergeWgrad
 from overlap.passes.normalize import Normalize
 from overlap.passes.recompute import Recompute
 from overlap.passes.schedule import Schedule
+from overlap.passes.simplify import Simplify
 from overlap.passes.slice import Slice
 from overlap.pipeline import Pass
 
@@ -37,10 +38,11 @@ def moe(slices: int) -> Preset:
         ),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish
+            Simplify(),
             MergeWgrad(),
             Recompute(),  # the partitioner obeys the user's checkpointing
         ),
-        inference=(Normalize(),),
+        inference=(Normalize(), Simplify()),
         final=(
             Schedule(),
             Legalize(),
@@ -52,5 +54,14 @@ NONE = Preset((), (), (), ())
 
 PASSES = {
     pass_.name: pass_
-    for pass_ in (Functionalize, Slice, Normalize, MergeWgrad, Recompute, Schedule, Legalize)
+    for pass_ in (
+        Functionalize,
+        Slice,
+        Normalize,
+        Simplify,
+        MergeWgrad,
+        Recompute,
+        Schedule,
+        Legalize,
+    )
 }

@@ -252,7 +252,7 @@ def format_argument(value: Any, symbols: Names = OWN_NAMES) -> str:
         case None | bool() | int() | float() | complex() | str():
             return repr(value)
         case _ if callable(value):
-            return _function_name(value)
+            return function_name(value)
         case _:
             return type(value).__name__
 
@@ -277,7 +277,7 @@ def _call(node: fx.Node, symbols: Names) -> str:
         return f"wait({', '.join(args)})"
     if graph.is_call(node, *graph.ASSERTIONS):
         args = args[:1]  # the rest is a message that spells out the condition
-    name = _function_name(node.target)
+    name = function_name(node.target)
     if name == "operator.getitem":
         is_tuple = isinstance(node.args[1], tuple)
         return f"{args[0]}[{args[1][1:-1] if is_tuple else args[1]}]"
@@ -298,7 +298,7 @@ def _start(node: fx.Node, symbols: Names) -> str:
     return f"{collectives.kind_of(node).value}{in_place}({', '.join(args)}) group={group}"
 
 
-def _function_name(target: Any) -> str:
+def function_name(target: Any) -> str:
     """`aten.mm`, `aten.add.Tensor`, `operator.mul`, `torch.sym_sum`."""
     match target:
         case torch._ops.OpOverload():

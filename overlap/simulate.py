@@ -162,15 +162,8 @@ def _kind(node: fx.Node, costs: Costs) -> TaskKind:
 
 
 def _start_of(node: fx.Node) -> fx.Node | None:
-    """The start that a wait is for, through the item of a tuple; None for any other node."""
-    if not collectives.is_wait(node):
-        return None
-    source = node.args[0]
-    while isinstance(source, fx.Node) and not collectives.is_start(source):
-        if source.op != "call_function" or isinstance(source.target, torch._ops.OperatorBase):
-            return None
-        source = source.args[0]
-    return source if isinstance(source, fx.Node) else None
+    """The start that a wait is for; None for any other node."""
+    return collectives.start_of(node) if collectives.is_wait(node) else None
 
 
 def _freed_inputs(nodes: Sequence[fx.Node]) -> list[str]:

@@ -49,6 +49,7 @@ JOINS = (
     operator.add,
     torch.sym_sum,
 )
+ACCUMULATIONS = (_aten.addmm, _aten.addmm_)  # of one slice's product to a sum of others'
 _FREES = (_aten.resize_, _aten.set_, torch.ops.inductor.resize_storage_bytes_)
 _SIZES = (_aten.sym_size, _aten.sym_stride, _aten.sym_numel, _aten.sym_storage_offset)
 _ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
@@ -463,7 +464,9 @@ def _slices_apart(subject: Subject) -> Iterator[tuple[fx.Node | None, str]]:
     is_derived = graph.phase_of(subject.gm) >= Phase.JOINT
     for node in subject.nodes:
         own = graph.tag_of(node).slice
-        read = {s: arg for arg in node.all_input_nodes if (s := owner[arg]) is not None}
+        is_sum = own is None and graph.is_call(node, *ACCUMULATIONS)
+        operands = list(graph.args_of(node))[1:3] if is_sum else node.all_input_nodes
+        read = {s: arg for arg in operands if (s := owner[arg]) is not None}
         if is_derived and graph.is_call(node, *JOINS):
             own = None  # autograd adds gradients up under the tag of one of them
         owner[node] = None if graph.is_common_size(node) else own
@@ -474,6 +477,8 @@ def _slices_apart(subject: Subject) -> Iterator[tuple[fx.Node | None, str]]:
         if own is None and len(read) > 1:
             places = " and ".join(f"{arg} of slice {other}" for other, arg in read.items())
             yield node, f"{node} reads {places}, and is no join"
+            continue
+        if is_sum:
             continue
         if own is None and read:
             # An untagged node belongs to the slice that it reads: tags get lost in the backward.

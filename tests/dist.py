@@ -201,9 +201,9 @@ def _run(
 
     torch.set_num_threads(1)
     if backend == "emulated":
-        from overlap.runtime import link
+        from overlap.runtime import link_group
 
-        link.register()
+        link_group.register()
     fn, args = pickle.loads(payload)
     dist.init_process_group(
         backend,

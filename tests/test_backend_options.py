@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlap import compilation
 from overlap.checking import Checked, MismatchError
-from overlap.errors import ConfigError, PassError
+from overlap.errors import ConfigError, DivergenceError, PassError
+from overlap.runtime import agree
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +94,35 @@ def test_every_prefix_of_the_passes_is_a_correct_program(
 def test_a_budget_that_allows_nothing_keeps_program_order() -> None:
     compiled(Reduced(), slices=1, memory_budget=1)(torch.randn(4, 8))
     assert any("raise memory_budget" in r for r in last_remarks())
+
+
+def test_ranks_compare_before_the_first_run_of_every_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds: list[str] = []
+    monkeypatch.setattr(agree, "compare", lambda key, _: kinds.append(key.rpartition("/")[2]))
+    step, x = compiled(Reduced(), slices=1), torch.randn(4, 8)
+    y = step(x)
+    assert kinds == ["forward"]
+    y.sum().backward()
+    step(x).sum().backward()
+    assert kinds == ["forward", "backward"]
+    with torch.no_grad():
+        step(x)
+    assert kinds == ["forward", "backward", "inference"]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_a_divergence_reaches_the_user_as_it_is(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    def refuse(key: str, _: agree.Decided) -> None:
+        if key.endswith(kind):
+            raise DivergenceError("rank 0 and rank 1 decided differently")
+
+    monkeypatch.setattr(agree, "compare", refuse)
+    step = compiled(Reduced(), slices=1)
+    for _ in range(2):
+        with pytest.raises(DivergenceError, match="decided differently"):
+            step(torch.randn(4, 8)).sum().backward()
 
 
 def test_check_steps_passes_a_right_program_and_stops_a_wrong_one() -> None:

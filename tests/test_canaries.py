@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 
 import torch
+import torch.distributed as dist
 from functorch.compile import default_partition, make_boxed_func
 from torch import fx
 from torch._dynamo import exc
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed import distributed_c10d as c10d
 from torch.fx import traceback
 
 
@@ -79,3 +81,14 @@ def test_boxed_code_takes_one_list_and_empties_it() -> None:
     inputs = [1, 2]
     assert gm.forward(inputs) == (3,)
     assert inputs == []
+
+
+def test_the_default_store_keeps_the_first_value_for_all_who_ask() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        shared = c10d._get_default_store()
+        assert shared.compare_set("key", "", "first") == b"first"
+        assert shared.compare_set("key", "", "second") == b"first"
+    finally:
+        dist.destroy_process_group()

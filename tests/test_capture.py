@@ -3,6 +3,7 @@ the program is not sliced and says why."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -208,16 +209,28 @@ def test_dropout_is_noted() -> None:
     ]
 
 
-def cast_inside_autocast(m: Body, x: Tensor) -> tuple[Tensor, Tensor]:
+def cast_inside_autocast(cast: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     """`h.float()` changes nothing before autocast is applied, and something after."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        h = F.linear(x, m.w)
-        y = h.float() * 2
-        z = F.linear(y, m.w)
-    return h, z
+
+    def program(m: Body, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = F.linear(x, m.w)
+            y = cast(h) * 2
+            z = F.linear(y, m.w)
+        return h, z
+
+    return program
+
+
+CASTS = {
+    "method": lambda h: h.float(),
+    "function": lambda h: torch.Tensor.float(h),
+    "operator": lambda h: torch.ops.aten.to.dtype(h, torch.float32),
+}
 
 
 @pytest.mark.parametrize("is_ambient", [False, True])
-def test_a_cast_under_autocast_keeps_its_operand(is_ambient: bool) -> None:
+@pytest.mark.parametrize("cast", CASTS)
+def test_a_cast_under_autocast_keeps_its_operand(cast: str, is_ambient: bool) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_ambient):
-        compare(Body(cast_inside_autocast), [rows(4), rows(6)], rtol=2e-2)
+        compare(Body(cast_inside_autocast(CASTS[cast])), [rows(4), rows(6)], rtol=2e-2)

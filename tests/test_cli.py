@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from overlap import cli
+from overlap import cli, demo
+from overlap.errors import DivergenceError
 
 TOY = ["models.moe:train_step", "--config", "toy", "--slices", "2"]
 
@@ -52,6 +53,17 @@ def test_wrong_use_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
     assert run(*argv) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err
+
+
+def test_ranks_that_differ_are_4(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def run_demo(_: demo.DemoOptions) -> None:
+        raise DivergenceError("rank 0 and rank 1 decided differently")
+
+    monkeypatch.setattr(demo, "run", run_demo)
+    assert run("demo") == 4
+    assert capsys.readouterr().err == "DivergenceError: rank 0 and rank 1 decided differently\n"
 
 
 def test_the_nearest_name_is_given(capsys: pytest.CaptureFixture[str]):

@@ -55,12 +55,12 @@ def test_what_the_json_holds():
     assert found["overlap"]["hidden"] == pytest.approx(0.9)
     assert found["max_loss_diff"] == 0.5
     assert found["overlap"]["num_equal_losses"] == 2
-    assert found["link"] == {"kind": "emulated", "mbit": 400.0}
+    assert found["link"] == {"kind": "emulated", "mbit": 200.0}
 
 
 def test_the_table_says_that_the_link_is_emulated():
     texts = [demo_view.title(result()), *demo_view.notes(result())]
-    assert "link emulated at 400 Mbit/s" in texts[0]
+    assert "link emulated at 200 Mbit/s" in texts[0]
     assert "the link is emulated" in texts[1]
     rows = {row[0]: row for row in demo_view.grid(result()).rows}
     assert rows["overlap"][4:6] == ("90 %", "1.50x (1.50-1.50)")

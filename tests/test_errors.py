@@ -21,6 +21,8 @@ def test_the_place_follows_the_name():
     assert str(error) == "no pass 'sink' in preset 'moe'; the passes are: hoist"
 
 
-@pytest.mark.parametrize("name", ["ConfigError", "PassError", "VerifyError", "RankError"])
+@pytest.mark.parametrize(
+    "name", ["ConfigError", "PassError", "VerifyError", "RankError", "DivergenceError"]
+)
 def test_one_base_catches_every_error(name: str):
     assert issubclass(getattr(errors, name), errors.OverlapError)

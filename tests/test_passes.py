@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx
@@ -50,8 +51,8 @@ def two_slices(x: Tensor, w: Tensor) -> Tensor:
 def test_normalize_drops_what_undoes_itself() -> None:
     def function(x: Tensor) -> Tensor:
         pieces = torch.ops.aten.split_with_sizes(x, [2, 2])
-        whole = torch.cat(pieces).detach()
-        return wait(wait(all_to_all(whole.pow(1.0))))
+        whole = torch.cat(pieces)
+        return wait(wait(all_to_all(whole)))
 
     gm = trace(function, torch.zeros(4, 2))
     pipeline.run(gm, [Normalize()], context())
@@ -84,15 +85,25 @@ def test_normalize_stacks_gradients_of_selected_weights() -> None:
     assert torch.equal(gm(a, b), function(a, b))
 
 
-def test_merge_wgrad_makes_one_product() -> None:
-    def function(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
-        return (g0.t() @ x0).t() + (g1.t() @ x1).t()
+def partial_gradients(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
+    return (g0.t() @ x0).t() + (g1.t() @ x1).t()
 
-    inputs = [torch.randn(rows, width) for width in (2, 3) for rows in (4, 5)]
-    gm = trace(function, *inputs)
+
+def merged(dtype: torch.dtype) -> tuple[fx.GraphModule, list[Tensor]]:
+    inputs = [torch.randn(rows, width, dtype=dtype) for width in (2, 3) for rows in (4, 5)]
+    gm = trace(partial_gradients, *inputs)
     for node in gm.graph.nodes:
         node.meta["partitioner_tag"] = "is_backward"
+    for slice_, product in enumerate(
+        n for n in gm.graph.nodes if graph.is_call(n, torch.ops.aten.mm)
+    ):
+        graph.set_tag(product, graph.Tag(slice=slice_))
     pipeline.run(gm, [Normalize(), MergeWgrad()], context())
+    return gm, inputs
+
+
+def test_merge_wgrad_adds_in_the_products() -> None:
+    gm, inputs = merged(torch.float32)
     assert_expected_inline(
         printing.dump(gm),
         """\
@@ -100,14 +111,34 @@ def test_merge_wgrad_makes_one_product() -> None:
      g1_1: f32[5,2] = input
      x0_1: f32[4,3] = input
      x1_1: f32[5,3] = input
-     cat_default: f32[9,2] = aten.cat([g0_1, g1_1], 0)
-     t_default: f32[2,9] = aten.t(cat_default)
-     cat_default_1: f32[9,3] = aten.cat([x0_1, x1_1], 0)
-     mm_default: f32[2,3] = aten.mm(t_default, cat_default_1)
-     t_default_1: f32[3,2] = aten.t(mm_default)
+     t: f32[2,4] = aten.t(g0_1)
+     mm: f32[2,3] = aten.mm(t, x0_1)  # slice=0
+     t_2: f32[2,5] = aten.t(g1_1)
+     addmm_default: f32[2,3] = aten.addmm(mm, t_2, x1_1)
+     t_default: f32[3,2] = aten.t(addmm_default)
+     return t_default""",
+    )
+    torch.testing.assert_close(gm(*inputs), partial_gradients(*inputs))
+
+
+def test_merge_wgrad_makes_one_product_in_low_precision() -> None:
+    gm, inputs = merged(torch.bfloat16)
+    assert_expected_inline(
+        printing.dump(gm),
+        """\
+     g0_1: bf16[4,2] = input
+     g1_1: bf16[5,2] = input
+     x0_1: bf16[4,3] = input
+     x1_1: bf16[5,3] = input
+     cat_default: bf16[9,2] = aten.cat([g0_1, g1_1], 0)
+     t_default: bf16[2,9] = aten.t(cat_default)
+     cat_default_1: bf16[9,3] = aten.cat([x0_1, x1_1], 0)
+     mm_default: bf16[2,3] = aten.mm(t_default, cat_default_1)
+     t_default_1: bf16[3,2] = aten.t(mm_default)
      return t_default_1""",
     )
-    torch.testing.assert_close(gm(*inputs), function(*inputs))
+    in_double = partial_gradients(*(x.double() for x in inputs))
+    torch.testing.assert_close(gm(*inputs), in_double.bfloat16())
 
 
 def test_merge_wgrad_leaves_one_products_sum_alone() -> None:
@@ -193,3 +224,46 @@ def test_legalize_gives_in_place_collectives_storages_of_their_own() -> None:
     pipeline.run(gm, [Legalize()], context())
     clones = [node for node in gm.graph.nodes if graph.is_call(node, torch.ops.aten.clone)]
     assert len(clones) == 3
+
+
+def test_legalize_adds_to_a_product_in_its_own_storage() -> None:
+    def function(g: Tensor, x: Tensor) -> Tensor:
+        first = g.t() @ x
+        return torch.addmm(torch.addmm(first, g.t(), x), g.t(), x)
+
+    gm = legalized(function, torch.randn(4, 2), torch.randn(4, 3))
+    in_place = [node for node in gm.graph.nodes if node.target is torch.ops.aten.addmm_.default]
+    assert len(in_place) == 2
+    g, x = torch.randn(4, 2), torch.randn(4, 3)
+    torch.testing.assert_close(gm(g, x), 3 * (g.t() @ x))
+
+
+def read_again(g: Tensor, x: Tensor) -> Tensor:
+    product = g @ x
+    return torch.addmm(product, g, x) + product
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        read_again,
+        lambda g, x: torch.addmm(x, x, x),
+        lambda g, x: torch.addmm((x @ x)[0], x, x),
+        lambda g, x: torch.addmm(x @ x, x, x, alpha=2.0),
+    ],
+    ids=["read again", "an input", "a row", "scaled"],
+)
+def test_legalize_leaves_what_others_may_read(function: Callable[..., Tensor]) -> None:
+    inputs = torch.randn(3, 3), torch.randn(3, 3)
+    expected = function(*inputs)
+    gm = legalized(function, *inputs)
+    targets = [node.target for node in gm.graph.nodes]
+    assert torch.ops.aten.addmm_.default not in targets
+    torch.testing.assert_close(gm(*inputs), expected)
+
+
+def legalized(function: Callable[..., Tensor], *inputs: Tensor) -> fx.GraphModule:
+    gm = trace(function, *inputs)
+    graph.set_phase(gm, Phase.SCHEDULED)
+    pipeline.run(gm, [Legalize()], context())
+    return gm

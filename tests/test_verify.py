@@ -359,6 +359,36 @@ def test_v007_through_an_untagged_node():
     )
 
 
+def test_a_product_adds_to_what_other_slices_made():
+    def program(x: torch.Tensor, rows: torch.Tensor):
+        other = torch.exp(rows)
+        total = torch.addmm(torch.exp(x), other.t(), other)
+        return torch.addmm(total, torch.exp(x), x)
+
+    gm = trace(program, X, X[:2])
+    names = {"exp": 0, "exp_1": 1, "exp_2": 0}  # traced in the order of the arguments
+    for node in gm.graph.nodes:
+        if graph.is_call(node, torch.ops.aten.exp):
+            graph.set_tag(node, Tag(slice=names[node.name]))
+    verify.verify(gm, Phase.LEGAL)
+    for node in gm.graph.nodes:
+        if graph.is_call(node, torch.ops.aten.addmm):
+            graph.set_tag(node, Tag(slice=1))
+    with pytest.raises(VerifyError, match="addmm of slice 1 reads exp of slice 0"):
+        verify.verify(gm, Phase.LEGAL)
+
+
+def test_v007_a_product_of_two_slices():
+    def program(x: torch.Tensor, rows: torch.Tensor):
+        return torch.addmm(x, torch.exp(rows).t(), torch.sin(rows))
+
+    gm = trace(program, X, X[:2])
+    graph.set_tag(find(gm, "exp"), Tag(slice=0))
+    graph.set_tag(find(gm, "sin"), Tag(slice=1))
+    with pytest.raises(VerifyError, match="addmm reads t of slice 0 and sin of slice 1"):
+        verify.verify(gm, Phase.LEGAL)
+
+
 def test_v008_group_without_a_name():
     def program(x: torch.Tensor):
         return wait(all_to_all(x, group=""))

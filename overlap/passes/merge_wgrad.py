@@ -1,14 +1,18 @@
-"""merge_wgrad: the partial weight gradients of the slices become one product over joined rows.
+"""merge_wgrad: the partial weight gradients of the slices become one sum inside the products.
 
-    before   w0 = mm(t(g0), x0);  w1 = mm(t(g1), x1);  dw = add(w0, w1)
-    after    dw = mm(t(cat([g0, g1])), cat([x0, x1]))
+    before              w0 = mm(t(g0), x0);  w1 = mm(t(g1), x1);  dw = add(w0, w1)
+
+    in fp32 and better  w0 = mm(t(g0), x0);  dw = addmm(w0, t(g1), x1)
+    in less             dw = mm(t(cat([g0, g1])), cat([x0, x1]))
 
 Why it is correct: a sum over rows of all slices is the sum of the slices' sums; the row order of a
 contraction changes rounding only. Casts and views between product and sum are the same for every
-slice and linear, so they move behind the one product.
+slice and linear, so they move behind the one sum.
 
-Cost: a copy of the rows, and the inputs of every slice stay alive until the last one is there. It
-saves a full-size addition per slice and weight, and a rounding per slice in low precision.
+Why two forms: a product that adds to its own result reads and writes the gradient once per slice,
+needs no copy of the rows and lets go of each slice's inputs; but it rounds once per slice to its
+result's type, so in low precision the rows are joined first, and the inputs of every slice stay
+alive until the last one is there.
 """
 
 from __future__ import annotations
@@ -69,13 +73,11 @@ def _plan(root: fx.Node, order: dict[fx.Node, int]) -> _Merge | None:
     (group,) = mergeable
     merged = [leaf for leaf, _ in group]
     rest = tuple(leaf for leaf, _ in chains if leaf not in merged)
-    products = tuple(
-        sorted(
-            (chain[-1] for _, chain in group),
-            key=lambda node: (graph.tag_of(node).slice or 0, order[node]),
-        )
-    )
-    return _Merge(root, products, tuple(reversed(group[0][1][:-1])), rest)
+    products = sorted((chain[-1] for _, chain in group), key=order.__getitem__)
+    slices = {graph.tag_of(product).slice for product in products}
+    if not _accumulates(products) and len(slices) == 1:
+        return None  # the terms of one slice are sums over columns: a join would copy weights
+    return _Merge(root, tuple(products), tuple(reversed(group[0][1][:-1])), rest)
 
 
 def _chain(leaf: fx.Node) -> list[fx.Node] | None:
@@ -104,15 +106,43 @@ def _signature(chain: Sequence[fx.Node]) -> Any:
 def _apply(merge: _Merge, joined: dict[Any, fx.Node]) -> None:
     """`joined` holds the rows that earlier merges joined: gate and up projection share theirs."""
     root = merge.root
+    if _accumulates(merge.products):
+        value = _accumulated(merge.products)
+    else:
+        value = _product_of_joined(merge, joined)
     with root.graph.inserting_before(root):
-        left = _joined([graph.args_of(p)[0] for p in merge.products], 1, root, joined)
-        right = _joined([graph.args_of(p)[1] for p in merge.products], 0, root, joined)
-        value = _call(root, aten.mm.default, (left, right))
         for node in merge.between:
             value = _call(root, node.target, (value, *node.args[1:]), node.kwargs)
         for term in merge.rest:
             value = _call(root, aten.add.Tensor, (value, term))
     root.replace_all_uses_with(value)
+
+
+def _accumulates(products: Sequence[fx.Node]) -> bool:
+    return graph.fake_value(products[0]).dtype in (torch.float32, torch.float64)
+
+
+def _accumulated(products: Sequence[fx.Node]) -> fx.Node:
+    """Each product adds to the one before, in the order in which they are in the graph."""
+    value = products[0]
+    for product in products[1:]:
+        with product.graph.inserting_before(product):
+            tag = graph.tag_of(product)
+            is_of_slice = graph.tag_of(value) == tag
+            value = _call(product, aten.addmm.default, (value, *product.args))
+            if is_of_slice:
+                graph.set_tag(value, tag)
+    return value
+
+
+def _product_of_joined(merge: _Merge, joined: dict[Any, fx.Node]) -> fx.Node:
+    """One product over the rows of all slices, in the order of the slices."""
+    products = sorted(merge.products, key=lambda node: graph.tag_of(node).slice or 0)
+    root = merge.root
+    with root.graph.inserting_before(root):
+        left = _joined([graph.args_of(p)[0] for p in products], 1, root, joined)
+        right = _joined([graph.args_of(p)[1] for p in products], 0, root, joined)
+        return _call(root, aten.mm.default, (left, right))
 
 
 def _joined(

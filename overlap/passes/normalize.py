@@ -4,12 +4,11 @@
     cat([p0, p1]) of all pieces p0, p1 = split(x)    becomes   x
     split(cat([a, b])) cut where a and b meet        becomes   a, b
     select_backward(g0, 0) + select_backward(g1, 1)  becomes   stack([g0, g1])
-    detach(x), pow(x, 1)                             becomes   x
     t(w) and t(w), size(x) and size(x)               becomes   one of them
 
 Why it is correct: a wait returns the tensor that it waited for; the pieces of a split are its
-operand; each `select_backward` of a sum fills another row of zeros; after autograd a detach changes
-nothing; a view or a size depends on its operands alone.
+operand; each `select_backward` of a sum fills another row of zeros; a view or a size depends on its
+operands alone.
 
 Cost: none; copies and full-size zero fills go.
 """
@@ -45,8 +44,6 @@ class Normalize:
                 _drop_cat_of_pieces(node)
             elif graph.is_call(node, aten.split_with_sizes):
                 _drop_split_of_cat(node)
-            elif _is_identity(node):
-                _drop_identity(node)
         for node in list(gm.graph.nodes):
             if graph.is_call(node, aten.add):
                 _stack_selected(node)
@@ -57,20 +54,6 @@ _VIEWS = (
     aten.t, aten.view, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
     aten.sym_size, operator.add, operator.sub, operator.mul, operator.floordiv, operator.ge,
 )  # fmt: skip
-
-
-def _is_identity(node: fx.Node) -> bool:
-    if graph.is_call(node, aten.pow):
-        return node.target is aten.pow.Tensor_Scalar and graph.args_of(node)[1] == 1
-    return graph.is_call(node, aten.detach, aten.alias)
-
-
-def _drop_identity(node: fx.Node) -> None:
-    """Outputs keep theirs: two outputs are two tensors."""
-    source: fx.Node = graph.args_of(node)[0]
-    for user in list(node.users):
-        if user.op != "output":
-            user.replace_input_with(node, source)
 
 
 def _share_views(graph_: fx.Graph) -> None:
@@ -145,7 +128,7 @@ def _drop_split_of_cat(node: fx.Node) -> None:
         return
     parts: list[fx.Node] = list(graph.args_of(source)[0])
     is_cut_at_joins = len(parts) == len(sizes) and all(
-        _is_same_size(graph.fake_value(part).shape[dim], size)
+        graph.is_same_size(graph.fake_value(part).shape[dim], _size(size))
         for part, size in zip(parts, sizes, strict=True)
     )
     if is_cut_at_joins:
@@ -153,11 +136,8 @@ def _drop_split_of_cat(node: fx.Node) -> None:
             user.replace_all_uses_with(parts[graph.args_of(user)[1]])
 
 
-def _is_same_size(size: int | torch.SymInt, argument: object) -> bool:
-    other = graph.fake_value(argument) if isinstance(argument, fx.Node) else argument
-    if isinstance(size, int) or isinstance(other, int):
-        return isinstance(size, int) and size == other
-    return isinstance(other, torch.SymInt) and size.node.expr == other.node.expr
+def _size(argument: object) -> int | torch.SymInt:
+    return graph.fake_value(argument) if isinstance(argument, fx.Node) else argument  # pyright: ignore
 
 
 def sum_leaves(root: fx.Node) -> list[fx.Node]:

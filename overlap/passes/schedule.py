@@ -8,8 +8,7 @@ starts depends on the structure of the graph alone, not even on its costs: a ran
 a slice one row sees other sizes than its peers, and has to start the same collectives all the same.
 
 Cost: values live longer; `memory_budget` caps the peak. Never worse than program order in the
-scheduler's own simulation. Routing is not balanced as the costs assume, so the order is the best
-for collectives that take `SKEW` times as long: filler then stands where a late exchange needs it.
+scheduler's own simulation.
 """
 
 from __future__ import annotations
@@ -25,10 +24,6 @@ from overlap import collectives, cost, graph, schedule, simulate
 from overlap.graph import Phase
 from overlap.hardware import Profile
 from overlap.pipeline import Context, Effect
-
-SKEW = 1.5
-"""How much longer the busiest rank's exchange may take than a balanced one. Published: with real
-routing all-to-alls take up to four times as long as with forced balance (TorchTitan RFC #3434)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Schedule:
         costs = cost.estimate(gm, profile, ctx.group_size, sizes)
         program = self._settle_starts(gm, costs)
         machine = simulate.Machine.of(profile)
-        result = _schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
+        result = schedule.schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
         for reason in result.reasons:
             ctx.remark("skipped", reason)
         nodes = list(gm.graph.nodes)
@@ -145,20 +140,3 @@ def _program_order(deps: Sequence[Sequence[int]]) -> list[int] | None:
             if num_missing[user] == 0:
                 heapq.heappush(ready, user)
     return order if len(order) == len(deps) else None
-
-
-def _schedule(
-    program: simulate.Program, machine: simulate.Machine, cap_bytes: int | None
-) -> schedule.Schedule:
-    """The schedule for skewed collectives, told in the times of balanced ones."""
-    durations = tuple(
-        duration * SKEW if kind is simulate.TaskKind.START else duration
-        for duration, kind in zip(program.durations, program.kinds, strict=True)
-    )
-    skewed = dataclasses.replace(program, durations=durations)
-    result = schedule.schedule(skewed, machine, cap_bytes)
-    before = simulate.simulate(program, range(len(program)), machine)
-    after = simulate.simulate(program, result.order, machine)
-    if after.makespan_us > before.makespan_us:
-        return schedule.schedule(program, machine, cap_bytes)
-    return dataclasses.replace(result, before=before, after=after)

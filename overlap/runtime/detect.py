@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from overlap import hardware
 from overlap.hardware import Profile
-from overlap.runtime import link
+from overlap.runtime import link, link_group
 
 
 def profile(name: str, device: torch.device) -> Profile:
@@ -20,7 +20,7 @@ def profile(name: str, device: torch.device) -> Profile:
         return hardware.load(name)
     if device.type == "cpu":
         found = hardware.load("cpu")
-        if dist.is_initialized() and dist.get_backend() == link.EMULATED:
+        if dist.is_initialized() and dist.get_backend() == link_group.EMULATED:
             return hardware.with_link(found, link.process_link().config.bandwidth_mbit)
         return found
     return hardware.load(_gpu_profile(torch.cuda.get_device_name(device)))

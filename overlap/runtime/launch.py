@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from overlap.errors import ConfigError, RankError
+from overlap.errors import ConfigError, DivergenceError, RankError
 
 ENV_REPORTS = "OVERLAP_LAUNCH_REPORTS"
 STOP_S = 3  # how long ranks may take to end when told to
@@ -59,7 +59,7 @@ def launch(fn: Callable[..., Any], *args: Any, options: LaunchOptions | None = N
     """`fn(*args)` on every rank; what each returned, by rank.
 
     `fn` is a function of a module; arguments and results travel by pickle. Raises RankError, which
-    names the rank that failed first.
+    names the rank that failed first, or DivergenceError if that is how it failed.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -89,7 +89,7 @@ def launch(fn: Callable[..., Any], *args: Any, options: LaunchOptions | None = N
                     raise KeyboardInterrupt from None
                 raise SystemExit(128 + stopped.sigval) from None
             except ChildFailedError as failed:
-                raise RankError(_explain(*failed.get_first_failure(), Path(reports))) from None
+                raise _error_of(*failed.get_first_failure(), Path(reports)) from None
     return [pickle.loads(results[rank]) for rank in range(options.num_ranks)]
 
 
@@ -122,7 +122,12 @@ def _rank_main(payload: bytes, is_pinned: bool) -> bytes:
         fn, args = pickle.loads(payload)
         return pickle.dumps(fn(*args))
     except BaseException as error:
-        report = {"when": time.time(), "error": _one_line(error), "trace": traceback.format_exc()}
+        report = {
+            "when": time.time(),
+            "error": _one_line(error),
+            "trace": traceback.format_exc(),
+            "is_divergence": isinstance(error, DivergenceError),
+        }
         path = Path(os.environ[ENV_REPORTS]) / f"{os.environ['RANK']}.json"
         path.write_text(json.dumps(report))
         time.sleep(LINGER_S)
@@ -133,17 +138,19 @@ def _one_line(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().split("\n")[0]
 
 
-def _explain(rank: int, failure: Any, reports: Path) -> str:
+def _error_of(rank: int, failure: Any, reports: Path) -> RankError:
     """Which rank failed first, how, and where. A rank without a report died; a peer's follows."""
     written = {int(path.stem): json.loads(path.read_text()) for path in reports.glob("*.json")}
     if rank not in written:
         if failure.exitcode < 0:
-            return f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}"
-        return f"rank {rank} exited with code {failure.exitcode}, without a Python exception"
+            return RankError(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}")
+        code = failure.exitcode
+        return RankError(f"rank {rank} exited with code {code}, without a Python exception")
     rank, report = min(written.items(), key=lambda item: item[1]["when"])
     trace = report["trace"].rstrip().split("\n")
     shown = trace if len(trace) <= REPORT_LINES else [trace[0], "  ...", *trace[-REPORT_LINES:]]
-    return "\n".join([f"rank {rank} failed (exit code 1): {report['error']}", *shown])
+    kind = DivergenceError if report["is_divergence"] else RankError
+    return kind("\n".join([f"rank {rank} failed (exit code 1): {report['error']}", *shown]))
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap.errors import ConfigError, RankError
+from overlap.errors import ConfigError, DivergenceError, RankError
 from overlap.runtime.launch import LaunchOptions, launch, launch_script
 
 pytestmark = pytest.mark.dist
@@ -46,6 +46,8 @@ def fail(pids: str, how: str) -> None:
         match how:
             case "raise":
                 raise ValueError("the third expert is empty")
+            case "differ":
+                raise DivergenceError("rank 0 and rank 1 decided differently")
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case _:
@@ -96,6 +98,7 @@ def test_results_come_back_by_rank(tmp_path: Path):
     ("how", "message"),
     [
         ("raise", "rank 1 failed (exit code 1): ValueError: the third expert is empty\nTraceback"),
+        ("differ", "rank 1 failed (exit code 1): overlap.errors.DivergenceError: rank 0 and rank"),
         ("kill", "rank 1 was killed by SIGKILL"),
         ("exit", "rank 1 exited with code 7, without a Python exception"),
     ],
@@ -104,6 +107,7 @@ def test_the_rank_that_fails_is_named(tmp_path: Path, how: str, message: str):
     with pytest.raises(RankError) as raised:
         launch(fail, str(tmp_path), how)
     assert str(raised.value).startswith(message)
+    assert isinstance(raised.value, DivergenceError) == (how == "differ")
     assert how != "raise" or 'raise ValueError("the third expert is empty")' in str(raised.value)
     assert_none_runs(tmp_path)
 

@@ -1,0 +1,132 @@
+"""The pass `simplify`: fewer and smaller operators, and the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from overlap import pipeline
+from overlap.graph import Phase, is_call, set_phase
+from overlap.passes.normalize import Normalize
+from overlap.passes.simplify import Simplify
+from tests.test_passes import context, trace
+
+aten = torch.ops.aten
+X = torch.randn(4, 6) * 3
+COLUMN = torch.randn(4, 1)
+
+
+def simplified(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
+    """Names of the operators that are left, once the results are proven to be the same bits."""
+    gm = trace(function, *inputs)
+    set_phase(gm, Phase.JOINT)
+    pipeline.run(gm, [Normalize(), Simplify()], context())
+    torch.testing.assert_close(gm(*inputs), function(*inputs), rtol=0, atol=0)
+    return operators(gm)
+
+
+def operators(gm: fx.GraphModule) -> list[str]:
+    return [
+        str(node.target.overloadpacket).removeprefix("aten.")
+        for node in gm.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: x.detach() + 1, ["add"]),
+        (lambda x: (x**1) + 1, ["add"]),
+        (lambda x: x * 1.0 + 1, ["add"]),
+        (lambda x: x / 1 + 1, ["add"]),
+        (lambda x: x.t().t() + 1, ["add"]),
+        (lambda x: x.expand(4, 6) + 1, ["add"]),
+        (lambda x: x.view(24).view(4, 6) + 1, ["add"]),
+        (lambda x: x.view(24).view(2, 3, 4).view(12, 2) + 1, ["view", "add"]),
+        (lambda x: x.t().reshape(24).view(4, 6) + 1, ["t", "clone", "view", "add"]),
+    ],
+)
+def test_what_changes_nothing_goes(function: Callable[[Tensor], Tensor], left: list[str]) -> None:
+    assert simplified(function, X) == left
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda x: x * 2.0 + 1, ["mul", "add"]),
+        (lambda x: x.to(torch.int64) * 1.0, ["_to_copy", "mul"]),
+        (lambda x: x.view(torch.int32).view(torch.float32), ["view", "view"]),
+        (lambda x: torch.div(x, 1, rounding_mode="floor"), ["div"]),
+        (lambda x: x.expand(2, 4, 6) + 1, ["expand", "add"]),
+        (lambda x: (x * 1.0).add_(1), ["mul", "add_"]),
+    ],
+)
+def test_what_changes_something_stays(
+    function: Callable[[Tensor], Tensor], left: list[str]
+) -> None:
+    assert simplified(function, X.clone()) == left
+
+
+def test_outputs_stay_apart() -> None:
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        y = x + 1
+        return x.t().t(), y.t().t(), y.detach()
+
+    assert simplified(function, X) == ["add", "t", "t", "detach"]
+
+
+def test_a_number_is_applied_before_an_expand() -> None:
+    def function(column: Tensor) -> Tensor:
+        return column.expand(4, 6) / 6
+
+    gm = trace(function, COLUMN)
+    pipeline.run(gm, [Normalize(), Simplify()], context())
+    (division,) = (node for node in gm.graph.nodes if is_call(node, aten.div))
+    assert tuple(division.meta["val"].shape) == (4, 1)
+    assert torch.equal(gm(COLUMN), function(COLUMN))
+
+
+@pytest.mark.parametrize("factor", [2.0, -0.5, 1, 1024])
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_power_of_two_goes_to_the_smaller_factor(factor: float, is_left: bool) -> None:
+    def function(column: Tensor, x: Tensor) -> Tensor:
+        wide, scaled = column.expand(4, 6), x * factor
+        return scaled * wide if is_left else wide * scaled
+
+    assert simplified(function, COLUMN, X) == ["mul", "expand", "mul"][(factor == 1) :]
+
+
+def read_twice(column: Tensor, x: Tensor) -> Tensor:
+    doubled = x * 2.0
+    return column.expand(4, 6) * doubled + doubled
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda column, x: column.expand(4, 6) * (x * 3.0),
+        lambda column, x: column.expand(4, 6) / (x * 2.0),
+        read_twice,
+        lambda column, x: column.expand(4, 6) * (x.to(torch.int64) * 2),
+    ],
+    ids=["no power of two", "a quotient", "read twice", "integers"],
+)
+def test_other_factors_stay(function: Callable[..., Tensor]) -> None:
+    assert simplified(function, COLUMN, X) == operators(trace(function, COLUMN, X))
+
+
+def test_the_backward_of_a_norm_has_no_full_size_division() -> None:
+    def function(x: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        x = x.detach().requires_grad_()
+        y = torch.rms_norm(x, (6,))
+        return torch.autograd.grad(y, x, grad)
+
+    gm = trace(function, X, torch.randn(4, 6))
+    pipeline.run(gm, [Normalize(), Simplify()], context())
+    sizes = [node.meta["val"].numel() for node in gm.graph.nodes if is_call(node, aten.div)]
+    assert sizes and max(sizes) == 4
