@@ -141,7 +141,7 @@ class _Session:
         config = self.record.config
         self.ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
         run(gm, self.preset.final, self.ctx)
-        self.record.add_graph(kind, gm, self.ctx.fact_or_none(Scheduled))
+        self.record.add_graph(kind, gm, self.ctx.take(Scheduled))
 
 
 def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:

@@ -141,6 +141,10 @@ class Context:
     def fact_or_none(self, kind: type[_Fact]) -> _Fact | None:
         return self._facts.get(kind)
 
+    def take(self, kind: type[_Fact]) -> _Fact | None:
+        """The value of that type, which is then known no longer: a fact about one graph only."""
+        return self._facts.pop(kind, None)
+
     def remark(
         self, kind: RemarkKind, message: str, node: fx.Node | None = None, advice: str = ""
     ) -> None:
