@@ -80,15 +80,30 @@ def test_outputs_stay_apart() -> None:
     assert simplified(function, X) == ["add", "t", "t", "detach"]
 
 
-def test_a_number_is_applied_before_an_expand() -> None:
-    def function(column: Tensor) -> Tensor:
-        return column.expand(4, 6) / 6
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_number_is_applied_before_an_expand(is_left: bool) -> None:
+    def function(column: Tensor, x: Tensor) -> Tensor:
+        wide = column.expand(4, 6) / 6
+        return wide * x if is_left else x * wide
 
-    gm = trace(function, COLUMN)
-    pipeline.run(gm, [Normalize(), Simplify()], context())
-    (division,) = (node for node in gm.graph.nodes if is_call(node, aten.div))
-    assert tuple(division.meta["val"].shape) == (4, 1)
-    assert torch.equal(gm(COLUMN), function(COLUMN))
+    assert simplified(function, COLUMN, X) == ["div", "expand", "mul"]
+
+
+@pytest.mark.parametrize(
+    ("function", "left"),
+    [
+        (lambda column, x: column.expand(4, 6) / 6, ["expand", "div"]),
+        (lambda column, x: (column.expand(4, 6) / 6 * x.t().contiguous().t()).view(24), None),
+        (lambda column, x: (column.expand(4, 6) * (x[:, ::2].repeat(1, 2) * 2)).view(24), None),
+        (lambda column, x: (column.expand(4, 3) * (x[:, ::2] * 2)).view(12), None),
+        (lambda column, x: (x[:, ::2] * 1.0).view(12), ["slice", "mul", "view"]),
+    ],
+    ids=["a result", "columns first", "repeated", "every other", "times one"],
+)
+def test_strides_stay(function: Callable[..., Tensor], left: list[str] | None) -> None:
+    """A result may be written to, and a view of a value stays possible."""
+    found = simplified(function, COLUMN, X)
+    assert left is None or found == left
 
 
 @pytest.mark.parametrize("factor", [2.0, -0.5, 1, 1024])

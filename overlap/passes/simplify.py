@@ -3,12 +3,13 @@
     detach(x), x ** 1, x * 1, x / 1, t(t(x))    becomes   x
     expand(x, s), x of shape s                  becomes   x
     view(view(x, r), s)                         becomes   view(x, s), or x where it has shape s
-    expand(x, s) / c                            becomes   expand(x / c, s)
+    (expand(x, s) / c) * y                      becomes   expand(x / c, s) * y
     expand(x, s) * (y * 2)                      becomes   expand(x * 2, s) * y
 
 Why it is correct: after autograd a detach changes nothing, and a value times one is itself. An
 operator on each element alone gives the same bits before an expand and after it. A power of two
 changes the exponent of a product and no other bit, short of overflow, whichever factor it goes to.
+Every value keeps its strides: what is a view of it stays possible.
 
 Cost: none. Autograd writes the backward of a mean, and so of a norm, with a full-size division and
 a full-size doubling; here both are of the size of the mean.
@@ -44,9 +45,8 @@ class Simplify:
         for node in list(gm.graph.nodes):
             if graph.is_call(node, *_VIEW):
                 _skip_inner_views(node)
-            elif _is_scaling(node):
+            elif node.target is aten.mul.Tensor and not _is_scaling(node):
                 _scale_before_expand(node)
-            elif node.target is aten.mul.Tensor:
                 _double_the_smaller(node)
             source = _same_as(node)
             if source is not None:
@@ -66,8 +66,13 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source if _has_type_of(node, source) else None
     is_times_one = _is_scaling(node) or node.target is aten.pow.Tensor_Scalar
     if is_times_one and graph.args_of(node)[1] == 1 and _is_read_only(node, source):
-        return source if _has_type_of(node, source) else None
+        is_same = _has_type_of(node, source) and _has_strides_of(node, graph.fake_value(source))
+        return source if is_same else None
     return None
+
+
+def _has_strides_of(node: fx.Node, other: torch.Tensor) -> bool:
+    return graph.is_same_shape(graph.fake_value(node).stride(), other.stride())
 
 
 def _has_type_of(node: fx.Node, other: fx.Node) -> bool:
@@ -75,10 +80,11 @@ def _has_type_of(node: fx.Node, other: fx.Node) -> bool:
     return one.dtype == two.dtype and graph.is_same_shape(one.shape, two.shape)
 
 
-def _is_scaling(node: fx.Node) -> bool:
+def _is_scaling(node: Any) -> bool:
     """Whether `node` multiplies or divides a tensor by a number."""
     return (
-        graph.is_call(node, *_SCALING)
+        isinstance(node, fx.Node)
+        and graph.is_call(node, *_SCALING)
         and len(node.args) == 2
         and not node.kwargs
         and isinstance(node.args[0], fx.Node)
@@ -112,34 +118,53 @@ def _skip_inner_views(node: fx.Node) -> None:
 
 
 def _scale_before_expand(node: fx.Node) -> None:
-    """expand(x, s) / c: the number is applied to the few elements that there are."""
-    expanded, number = graph.args_of(node)
-    if not graph.is_call(expanded, aten.expand):
-        return
-    small, sizes, *rest = graph.args_of(expanded)
-    with node.graph.inserting_before(node):
-        scaled = _call(node, node.target, small, number)
-        result = _call(node, aten.expand.default, scaled, sizes, *rest)
-    node.replace_all_uses_with(result)
+    """(expand(x, s) / c) * y: the number is applied to the few elements that there are."""
+    for i, factor in enumerate(graph.args_of(node)):
+        if not _is_scaling(factor) or len(factor.users) != 1:
+            continue
+        expanded, number = graph.args_of(factor)
+        if _is_expand(expanded):
+            wide = _scaled_then_expanded(node, expanded, factor.target, number)
+            _try_arguments(node, (wide, node.args[1]) if i == 0 else (node.args[0], wide))
+            return
 
 
 def _double_the_smaller(node: fx.Node) -> None:
     """expand(x, s) * (y * c), c a power of two."""
     for expanded, scaled in (graph.args_of(node), reversed(graph.args_of(node))):
-        if not (graph.is_call(expanded, aten.expand) and _is_scaled(scaled)):
-            continue
-        small, sizes, *rest = graph.args_of(expanded)
-        large, number = graph.args_of(scaled)
-        with node.graph.inserting_before(node):
-            doubled = _call(node, scaled.target, small, number)
-            wide = _call(node, aten.expand.default, doubled, sizes, *rest)
-        node.args = (wide, large)
-        return
+        if _is_expand(expanded) and _is_scaled(scaled):
+            large, number = graph.args_of(scaled)
+            wide = _scaled_then_expanded(node, expanded, scaled.target, number)
+            is_left = node.args[0] is expanded
+            _try_arguments(node, (wide, large) if is_left else (large, wide))
+            return
+
+
+def _scaled_then_expanded(like: fx.Node, expanded: fx.Node, scale: Any, number: float) -> fx.Node:
+    small, *how = graph.args_of(expanded)
+    with like.graph.inserting_before(like):
+        scaled = _call(like, scale, small, number)
+        return _call(like, aten.expand.default, scaled, *how)
+
+
+def _try_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:
+    """Give the product other arguments, unless it would then come out with other strides."""
+    before, recorded = node.args, graph.fake_value(node)
+    node.args = args
+    graph.infer_fake_value(node)
+    found = graph.fake_value(node)
+    graph.set_fake_value(node, recorded)
+    if found.dtype != recorded.dtype or not _has_strides_of(node, found):
+        node.args = before
+
+
+def _is_expand(node: Any) -> bool:
+    return isinstance(node, fx.Node) and graph.is_call(node, aten.expand)
 
 
 def _is_scaled(node: Any) -> bool:
     """Whether `node` is a product of floats with a power of two that nobody else reads."""
-    if not isinstance(node, fx.Node) or not _is_scaling(node) or len(node.users) != 1:
+    if not _is_scaling(node) or len(node.users) != 1:
         return False
     source, number = graph.args_of(node)
     is_float = graph.fake_value(source).dtype.is_floating_point and _has_type_of(node, source)
