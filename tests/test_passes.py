@@ -141,6 +141,19 @@ def test_merge_wgrad_makes_one_product_in_low_precision() -> None:
     torch.testing.assert_close(gm(*inputs), in_double.bfloat16())
 
 
+def test_merge_wgrad_leaves_a_product_that_is_added_twice() -> None:
+    def function(g: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        twice = g.t() @ x
+        return twice + twice + g.t() @ y
+
+    inputs = [torch.randn(4, 2), torch.randn(4, 3), torch.randn(4, 3)]
+    gm = trace(function, *inputs)
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward"
+    pipeline.run(gm, [Normalize(), MergeWgrad()], context())
+    torch.testing.assert_close(gm(*inputs), function(*inputs))
+
+
 def test_merge_wgrad_leaves_one_products_sum_alone() -> None:
     def function(g: Tensor, x: Tensor, other: Tensor) -> Tensor:
         return g.t() @ x + other

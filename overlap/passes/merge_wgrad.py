@@ -62,7 +62,9 @@ def _plan(root: fx.Node, order: dict[fx.Node, int]) -> _Merge | None:
     """Terms that are products of two slices or more; other terms stay additions."""
     if not graph.is_backward(root):
         return None
-    chains = [(leaf, _chain(leaf)) for leaf in sum_leaves(root)]
+    leaves = sum_leaves(root)
+    # A term that is added twice has one user, too.
+    chains = [(leaf, _chain(leaf) if leaves.count(leaf) == 1 else None) for leaf in leaves]
     groups: dict[Any, list[tuple[fx.Node, list[fx.Node]]]] = {}
     for leaf, chain in chains:
         if chain is not None:
