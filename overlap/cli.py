@@ -63,10 +63,10 @@ class Demo:
             config=self.config,
         )
         result = demo.run(options)
+        out.emit(result.to_json(), demo_view.table(result))
         self.report.write_text(demo_view.page(result))
         if self.svg:
             self.svg.write_text(demo_view.picture(result))
-        out.emit(result.to_json(), demo_view.table(result))
         out.say(f"  - both timelines and the compiled graphs: {self.report}")
 
 
@@ -248,13 +248,15 @@ def run(argv: Sequence[str]) -> int:
         return _fail(error, EXIT_DIVERGED)
     except OverlapError as error:
         return _fail(error, EXIT_FAILED)
+    except OSError as error:  # a file that cannot be written
+        return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         print("overlap: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 
 
-def _fail(error: OverlapError, code: int) -> int:
+def _fail(error: Exception, code: int) -> int:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return code
 

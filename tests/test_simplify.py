@@ -25,7 +25,7 @@ def simplified(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
     gm = trace(function, *inputs)
     set_phase(gm, Phase.JOINT)
     pipeline.run(gm, [Normalize(), Simplify()], context())
-    torch.testing.assert_close(gm(*inputs), function(*inputs), rtol=0, atol=0)
+    torch.testing.assert_close(gm(*inputs), function(*inputs), rtol=0, atol=0, equal_nan=True)
     return operators(gm)
 
 
@@ -41,9 +41,9 @@ def operators(gm: fx.GraphModule) -> list[str]:
     ("function", "left"),
     [
         (lambda x: x.detach() + 1, ["add"]),
-        (lambda x: (x**1) + 1, ["add"]),
-        (lambda x: x * 1.0 + 1, ["add"]),
-        (lambda x: x / 1 + 1, ["add"]),
+        (lambda x: (x.neg() ** 1) + 1, ["neg", "add"]),
+        (lambda x: x.neg() * 1.0 + 1, ["neg", "add"]),
+        (lambda x: x.neg() / 1 + 1, ["neg", "add"]),
         (lambda x: x.t().t() + 1, ["add"]),
         (lambda x: x.expand(4, 6) + 1, ["add"]),
         (lambda x: x.view(24).view(4, 6) + 1, ["add"]),
@@ -64,12 +64,16 @@ def test_what_changes_nothing_goes(function: Callable[[Tensor], Tensor], left: l
         (lambda x: torch.div(x, 1, rounding_mode="floor"), ["div"]),
         (lambda x: x.expand(2, 4, 6) + 1, ["expand", "add"]),
         (lambda x: (x * 1.0).add_(1), ["mul", "add_"]),
+        (lambda x: x.t() * 1.0 + 1, ["t", "mul", "add"]),
+        (lambda x: x.neg() * 1.0, ["neg", "mul"]),
+        (lambda x: (torch.complex(x, x / 0).neg() * 1).real + 1, None),
     ],
 )
 def test_what_changes_something_stays(
-    function: Callable[[Tensor], Tensor], left: list[str]
+    function: Callable[[Tensor], Tensor], left: list[str] | None
 ) -> None:
-    assert simplified(function, X.clone()) == left
+    found = simplified(function, X.clone())
+    assert left is None or found == left
 
 
 def test_outputs_stay_apart() -> None:
@@ -113,7 +117,7 @@ def test_a_power_of_two_goes_to_the_smaller_factor(factor: float, is_left: bool)
         wide, scaled = column.expand(4, 6), x * factor
         return scaled * wide if is_left else wide * scaled
 
-    assert simplified(function, COLUMN, X) == ["mul", "expand", "mul"][(factor == 1) :]
+    assert simplified(function, COLUMN, X) == ["mul", "expand", "mul"]
 
 
 def read_twice(column: Tensor, x: Tensor) -> Tensor:
@@ -128,11 +132,14 @@ def read_twice(column: Tensor, x: Tensor) -> Tensor:
         lambda column, x: column.expand(4, 6) / (x * 2.0),
         read_twice,
         lambda column, x: column.expand(4, 6) * (x.to(torch.int64) * 2),
+        lambda column, x: column.half().expand(4, 6) * (x * 1024.0),
+        lambda column, x: column.to(torch.int8).expand(4, 6) * (x * 2),
     ],
-    ids=["no power of two", "a quotient", "read twice", "integers"],
+    ids=["no power of two", "a quotient", "read twice", "integers", "half", "bytes"],
 )
 def test_other_factors_stay(function: Callable[..., Tensor]) -> None:
-    assert simplified(function, COLUMN, X) == operators(trace(function, COLUMN, X))
+    before = operators(trace(function, COLUMN, X))
+    assert simplified(function, COLUMN, X) == before
 
 
 def test_the_backward_of_a_norm_has_no_full_size_division() -> None:

@@ -6,10 +6,11 @@
     (expand(x, s) / c) * y                      becomes   expand(x / c, s) * y
     expand(x, s) * (y * 2)                      becomes   expand(x * 2, s) * y
 
-Why it is correct: after autograd a detach changes nothing, and a value times one is itself. An
-operator on each element alone gives the same bits before an expand and after it. A power of two
-changes the exponent of a product and no other bit, short of overflow, whichever factor it goes to.
-Every value keeps its strides: what is a view of it stays possible.
+Why it is correct: after autograd a detach changes nothing, and a real value times one is itself; it
+is a copy, though, so what is an input's memory, or is returned, stays as it is. An operator on each
+element alone gives the same bits before an expand and after it. A power of two changes the exponent
+of a product of one dtype and no other bit, short of overflow and underflow, whichever factor it
+goes to. Every value keeps its strides: what is a view of it stays possible.
 
 Cost: none. Autograd writes the backward of a mean, and so of a norm, with a full-size division and
 a full-size doubling; here both are of the size of the mean.
@@ -42,19 +43,40 @@ class Simplify:
     ensures: Phase = Phase.NORMALIZED
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
+        inputs = {_storage(t) for t in map(graph.fake_value, graph.placeholders(gm.graph))}
         for node in list(gm.graph.nodes):
             if graph.is_call(node, *_VIEW):
                 _skip_inner_views(node)
             elif node.target is aten.mul.Tensor and not _is_scaling(node):
                 _scale_before_expand(node)
                 _double_the_smaller(node)
-            source = _same_as(node)
-            if source is not None:
+            source = node.args[0] if _is_copy(node, inputs) else _same_as(node)
+            if isinstance(source, fx.Node):
                 _drop(node, source)
 
 
+def _storage(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _is_copy(node: fx.Node, inputs: set[int | None]) -> bool:
+    """Whether `node` is its operand times one, and nobody could tell it from the operand."""
+    is_power = node.target is aten.pow.Tensor_Scalar
+    if not (is_power or _is_scaling(node)) or graph.args_of(node)[1] != 1:
+        return False
+    source: fx.Node = graph.args_of(node)[0]
+    value = graph.fake_value(source)
+    return (
+        _has_type_of(node, source)
+        and _has_strides_of(node, value)
+        and not value.dtype.is_complex
+        and _storage(value) not in inputs
+        and graph.output_node(node.graph) not in node.users
+    )
+
+
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """The value that `node` is, where it changes nothing."""
+    """The value that `node` names another time."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
@@ -64,10 +86,6 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return graph.args_of(source)[0]
     if graph.is_call(node, *_VIEW, aten.expand):
         return source if _has_type_of(node, source) else None
-    is_times_one = _is_scaling(node) or node.target is aten.pow.Tensor_Scalar
-    if is_times_one and graph.args_of(node)[1] == 1 and _is_read_only(node, source):
-        is_same = _has_type_of(node, source) and _has_strides_of(node, graph.fake_value(source))
-        return source if is_same else None
     return None
 
 
@@ -89,15 +107,6 @@ def _is_scaling(node: Any) -> bool:
         and not node.kwargs
         and isinstance(node.args[0], fx.Node)
         and isinstance(node.args[1], int | float)
-    )
-
-
-def _is_read_only(*nodes: fx.Node) -> bool:
-    """Whether nobody writes into the nodes' memory: then two of them may share it."""
-    return not any(
-        isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable
-        for node in nodes
-        for user in node.users
     )
 
 
@@ -132,7 +141,7 @@ def _scale_before_expand(node: fx.Node) -> None:
 def _double_the_smaller(node: fx.Node) -> None:
     """expand(x, s) * (y * c), c a power of two."""
     for expanded, scaled in (graph.args_of(node), reversed(graph.args_of(node))):
-        if _is_expand(expanded) and _is_scaled(scaled):
+        if _is_expand(expanded) and _is_scaled(scaled) and _has_dtype_of(expanded, scaled):
             large, number = graph.args_of(scaled)
             wide = _scaled_then_expanded(node, expanded, scaled.target, number)
             is_left = node.args[0] is expanded
@@ -156,6 +165,10 @@ def _try_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:
     graph.set_fake_value(node, recorded)
     if found.dtype != recorded.dtype or not _has_strides_of(node, found):
         node.args = before
+
+
+def _has_dtype_of(one: fx.Node, other: fx.Node) -> bool:
+    return graph.fake_value(one).dtype == graph.fake_value(other).dtype
 
 
 def _is_expand(node: Any) -> bool:

@@ -11,11 +11,11 @@ real bytes with gloo and completes each collective no earlier than a link would:
     group dp            |.. reduce_scatter ..|                  lanes share the bandwidth
                 ^ every rank is here         ^ bytes / bandwidth later, and the bytes have arrived
 
-A lane is a group, or one peer and direction of its point-to-point traffic. A transfer starts when
-every rank has started it and its lane is free. The link is full duplex. It is played as discrete
-events, in its own past, by whoever waits for a transfer: no thread keeps its time, so that it costs
-the ranks little more than gloo does, and a rank that the kernel wakes late sees a late completion,
-not a slow link.
+A lane is a group, or one peer, direction and tag of its point-to-point traffic. A transfer starts
+when every rank has started it and its lane is free. The link is full duplex. It is played as
+discrete events, in its own past, by whoever waits for a transfer: no thread keeps its time, so that
+it costs the ranks little more than gloo does, and a rank that the kernel wakes late sees a late
+completion, not a slow link.
 
 The process groups are in `link_group`, beside the backend `recorded`: gloo with the same records
 and no emulation, for real links.
@@ -172,6 +172,11 @@ class Lane:
     transfers: deque[Transfer] = field(default_factory=deque)
     free_s: float = 0.0
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether the first transfer waits for a rank that has not started it."""
+        return bool(self.transfers) and self.transfers[0].agreed_s is None
+
 
 class Link:
     """The bandwidth that the lanes of one process share.
@@ -233,11 +238,21 @@ class Link:
         """Block until the transfer is off the link, at most until `until_s`; whether it is."""
         while True:
             with self._lock:
-                next_s = self._play()
+                next_s = min(self._play(), until_s)
+                is_unclear = any(lane.is_unclear for lane in self._lanes.values())
             now = time.monotonic()
             if transfer.off_link_s is not None or now >= until_s:
                 return transfer.off_link_s is not None
-            time.sleep(max(0.0, min(next_s - now, POLL_S if math.isinf(next_s) else math.inf)))
+            time.sleep(max(0.0, min(next_s - now, POLL_S) if is_unclear else next_s - now))
+
+    def drop(self, transfer: Transfer) -> None:
+        """The transfer has failed: those behind it no longer wait for it."""
+        with self._lock:
+            for lane in self._lanes.values():
+                if transfer in lane.transfers:
+                    lane.transfers.remove(transfer)
+            if transfer in self._on_link:
+                self._on_link.remove(transfer)
 
     def _play(self) -> float:
         """Play the events up to now, under the lock; returns when the next one is due."""

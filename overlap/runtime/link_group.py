@@ -11,6 +11,7 @@ and a wait lasts until gloo has moved the bytes and the link, as all ranks play 
 # pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -60,12 +61,13 @@ class StartBoard:
     """When each rank of a group started each of its collectives, in memory that the ranks share.
 
     A slot is one number that is written at once: the round of the ring that it belongs to, and
-    microseconds of time.monotonic(), which all processes of a machine share.
+    microseconds of time.monotonic(), which all processes of a machine share, since the board was
+    made.
     """
 
     SLOTS = 4096
     TIME_BITS = 44  # of microseconds: half a year
-    KEYS = ("link/board", "link/mapped")
+    KEYS = ("link/board", "link/since", "link/mapped")
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -74,6 +76,7 @@ class StartBoard:
         if rank == 0:
             with tempfile.NamedTemporaryFile(prefix="overlap-link-", delete=False) as file:
                 file.truncate(num_bytes)
+            store.set(self.KEYS[1], str(int(time.monotonic()) - 1))
             store.set(self.KEYS[0], file.name)
         path = Path(store.get(self.KEYS[0]).decode())
         try:
@@ -84,7 +87,8 @@ class StartBoard:
                 f"the emulated link has all of its ranks on one machine; rank {rank} does not see "
                 f"{path} of rank 0. Use backend 'gloo' or 'recorded' over a real network"
             ) from None
-        if store.add(self.KEYS[1], 1) == size:
+        self._since_s = int(store.get(self.KEYS[1]))
+        if store.add(self.KEYS[2], 1) == size:
             path.unlink()
 
     def post(self, when_s: float) -> int:
@@ -92,7 +96,9 @@ class StartBoard:
         number = self._num_posted
         self._num_posted += 1
         lap = number // self.SLOTS + 1
-        self._slots[self._slot(self.rank, number)] = lap << self.TIME_BITS | int(when_s * 1e6)
+        self._slots[self._slot(self.rank, number)] = lap << self.TIME_BITS | int(
+            (when_s - self._since_s) * 1e6
+        )
         return number
 
     def started(self, number: int) -> float | None:
@@ -104,7 +110,7 @@ class StartBoard:
             if lap <= number // self.SLOTS:
                 return None
             if lap == number // self.SLOTS + 1:  # else it was so long ago that it is overwritten
-                last_s = max(last_s, micros * 1e-6)
+                last_s = max(last_s, self._since_s + micros * 1e-6)
         return last_s
 
     def _slot(self, rank: int, number: int) -> int:
@@ -131,6 +137,9 @@ class WaitedWork:
 
     def is_completed(self) -> bool:
         return self._done.is_set()
+
+    def exception(self) -> Exception | None:
+        return self._error
 
     def wait(self, timeout: timedelta) -> None:
         seconds = timeout.total_seconds()
@@ -161,6 +170,9 @@ class LinkWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self._is_done and all(work.is_completed() for work in self._inner):
+            error = next((e for work in self._inner if (e := work.exception())), None)
+            if error is not None:
+                self._fail(error)
             transfer = self._transfer
             self._is_done = transfer is None or process_link().is_off(transfer)
         return self._is_done
@@ -192,10 +204,16 @@ class LinkWork(dist.Work):
             except Exception as error:
                 future.set_exception(error)
             else:
-                future.set_result(None)
+                future.set_result(_results(self._inner))
 
         threading.Thread(target=complete, name=EMULATED, daemon=True).start()
         return future
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = error
+        if self._transfer is not None:
+            process_link().drop(self._transfer)
+        self._transfer = None
 
     def _finish(self, timeout: timedelta) -> None:
         seconds = (timeout or self._timeout).total_seconds()
@@ -203,8 +221,8 @@ class LinkWork(dist.Work):
         try:
             for work in self._inner:
                 work.wait(timeout)
-        except BaseException as error:
-            self._error = error
+        except Exception as error:
+            self._fail(error)
             raise
         transfer, record = self._transfer, self._record
         if transfer is not None and not process_link().wait(transfer, until_s):
@@ -310,6 +328,12 @@ class LinkGroup(dist.ProcessGroup):
     ) -> LinkWork:
         works = [self._gloo.alltoall_base(output, source, output_splits, input_splits, opts)]
         leaves, enters = self._foreign(source, input_splits), self._foreign(output, output_splits)
+        return self._start("all_to_all", max(leaves, enters), works)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> LinkWork:
+        works = [self._gloo.alltoall(outputs, inputs, opts)]
+        leaves = _bytes(t for rank, t in enumerate(inputs) if rank != self.rank())
+        enters = _bytes(t for rank, t in enumerate(outputs) if rank != self.rank())
         return self._start("all_to_all", max(leaves, enters), works)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> LinkWork:
@@ -429,6 +453,15 @@ class LinkGroup(dist.ProcessGroup):
         work = WaitedWork(inner, on_done)
         self._waiters[channel].put(work)
         return work
+
+
+def _results(works: Sequence[Any]) -> list[Tensor]:
+    """The tensors that gloo's works have written, which DDP reads from the future."""
+    results: list[Tensor] = []
+    for work in works:
+        with contextlib.suppress(RuntimeError):  # messages and reduce-scatters have no future
+            results += work.get_future().value()
+    return results
 
 
 def _run_in_turn(works: queue.SimpleQueue[WaitedWork | None]) -> None:

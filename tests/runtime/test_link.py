@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap.errors import ConfigError, RankError
 from overlap.runtime import groups
@@ -52,6 +53,7 @@ def every_collective(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any
         ],
         "all_reduce_coalesced": [wait(t) for t in c10d.all_reduce_coalesced([x, x], "max", name)],
     }
+    dist.all_to_all(sent := [empty(2, 3) for _ in range(world)], list(x.chunk(world)))
     dist.all_gather(listed := [empty(4, 3) for _ in range(world)], x)
     dist.all_gather_single(gathered := empty(4 * world, 3), x)
     dist.reduce_scatter_single(scattered := empty(2, 3), x)
@@ -67,7 +69,7 @@ def every_collective(rank: int, world: int, dtype: torch.dtype) -> dict[str, Any
     messages = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.irecv, received, peer)]
     for work in dist.batch_isend_irecv(messages):
         work.wait()
-    results["own"] = [listed, gathered, scattered, from_list, exchanged, collected, dealt]
+    results["own"] = [sent, listed, gathered, scattered, from_list, exchanged, collected, dealt]
     results["reduced"] = reduced if rank == 0 else None
     results["objects"] = [objects, told, received]
     return results
@@ -172,22 +174,59 @@ def test_a_transfer_that_a_rank_does_not_start_is_waited_for_until_the_deadline(
     assert not link.wait(never, until_s=time.monotonic() + 0.01)
 
 
+def test_a_wait_looks_at_its_own_transfer_while_another_is_on_the_link():
+    link = Link(LinkConfig(bandwidth_mbit=8))
+    now_s = time.monotonic()
+    link.submit("dp", Transfer(Record("all_reduce", "dp", 1e6, now_s), lambda: now_s, 1e6))
+    joined_s = now_s + 0.05
+    late = Transfer(
+        Record("broadcast", "0", 8.0, now_s),
+        lambda: joined_s if time.monotonic() > joined_s else None,
+        8.0,
+        directions=("send",),
+    )
+    link.submit("0", late)
+    assert link.wait(late)
+    assert time.monotonic() < now_s + 0.5  # the other one takes a second
+
+
+def test_a_wait_ends_at_its_deadline():
+    link = Link(LinkConfig(bandwidth_mbit=8))
+    now_s = time.monotonic()
+    slow = Transfer(Record("all_reduce", "0", 1e6, now_s), lambda: now_s, 1e6)
+    link.submit("0", slow)
+    assert not link.wait(slow, until_s=now_s + 0.02)
+    assert time.monotonic() < now_s + 0.5
+
+
+def test_a_transfer_that_failed_holds_up_nobody():
+    link = Link(LinkConfig())
+    failed = Transfer(Record("all_reduce", "0", 8.0, 0.0), lambda: None, 8.0)
+    after = Transfer(Record("all_reduce", "0", 8.0, 0.0), time.monotonic, 8.0)
+    link.submit("0", failed)
+    link.submit("0", after)
+    link.drop(failed)
+    assert link.wait(after)
+
+
 def test_ranks_see_each_others_starts():
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
         boards = list(threads.map(lambda rank: StartBoard(store, rank, 2), (0, 1)))
     first, second = boards
+    now_s = time.monotonic()
     for number in range(2 * StartBoard.SLOTS + 3):
-        assert first.post(10.0 + number) == number
+        assert first.post(now_s + number) == number
         assert second.started(number) is None
-        second.post(11.0 + number)
-        assert first.started(number) == second.started(number) == 11.0 + number
+        second.post(now_s + 1.0 + number)
+        assert first.started(number) == second.started(number)
+        assert first.started(number) == pytest.approx(now_s + 1.0 + number, abs=ROUNDING_S)
     for _ in range(StartBoard.SLOTS + 1):  # the second rank is a whole ring behind
-        first.post(1e6)
+        first.post(now_s + 1e6)
     number = 2 * StartBoard.SLOTS + 3
     assert second.started(number) is None
-    second.post(2.0)
-    assert second.started(number) == 2.0
+    second.post(now_s + 2.0)
+    assert second.started(number) == pytest.approx(now_s + 2.0, abs=ROUNDING_S)
     assert not Path(store.get(StartBoard.KEYS[0]).decode()).exists()
 
 
@@ -308,6 +347,37 @@ def peer_leaves_quietly(rank: int, world: int) -> str:
     except Exception as error:
         return type(error).__name__
     return "done"
+
+
+def train_data_parallel(rank: int, world: int) -> Tensor:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    model(torch.full((2, 3), rank + 1.0)).sum().backward()
+    assert model.module.weight.grad is not None
+    return model.module.weight.grad
+
+
+def test_ddp_trains_over_the_link():
+    for gradient in run_ranks(train_data_parallel, 2, backend=EMULATED):
+        assert torch.equal(gradient, torch.full((3, 3), 3.0))
+
+
+def poll(rank: int, world: int) -> list[bool]:
+    """Rank 1 never joins; rank 0 polls until the work says that it is over."""
+    group = dist.new_group([0, 1], backend=EMULATED, timeout=timedelta(seconds=1))
+    if rank == 1:
+        time.sleep(2)
+        return []
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    assert work is not None
+    until_s = time.monotonic() + 20
+    while not work.is_completed() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return [work.is_completed(), work.is_success(), work.exception() is not None]
+
+
+def test_a_failed_collective_is_over():
+    assert run_ranks(poll, 2, backend=EMULATED)[0] == [True, False, True]
 
 
 def recorded_ranks(rank: int, world: int) -> tuple[list[str], float]:
