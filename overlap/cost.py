@@ -339,9 +339,14 @@ def _grouped_mm_flops(call: Call) -> float:
     return 2.0 * batch * a[-2] * a[-1] * b[-1]
 
 
-def _product_flops(call: Call) -> float:
-    """Of `linear` and `matmul`, which are whole before autograd."""
-    return 2.0 * torch.Size(call.sizes.shape(call.result)).numel() * call.shape(0)[-1]
+def _product_flops(call: Call, left: int = 0) -> float:
+    """By result and left factor alone: nominal sizes of both factors need not fit, where a program
+    holds for one size only."""
+    return 2.0 * torch.Size(call.sizes.shape(call.result)).numel() * call.shape(left)[-1]
+
+
+def _added_product_flops(call: Call) -> float:
+    return _product_flops(call, left=1)
 
 
 def _attention_flops(call: Call) -> float:
@@ -355,8 +360,12 @@ def _attention_backward_flops(call: Call) -> float:
 
 
 _EXTRA_FLOPS: dict[Any, Callable[[Call], float]] = {
+    _aten.mm: _product_flops,
+    _aten.bmm: _product_flops,
     _aten.linear: _product_flops,
     _aten.matmul: _product_flops,
+    _aten.addmm: _added_product_flops,
+    _aten.baddbmm: _added_product_flops,
     _aten._grouped_mm: _grouped_mm_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,

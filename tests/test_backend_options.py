@@ -65,6 +65,19 @@ def test_an_exchange_that_is_not_sliced_says_why() -> None:
     assert any("all_reduce" in r and "refused" in r for r in last_remarks())
 
 
+def test_a_program_for_one_width_only_compiles() -> None:
+    """Its sizes are symbols, and another value of them would not fit together."""
+    x, w, v = torch.randn(8, 6), torch.randn(6, 6, requires_grad=True), torch.randn(6, 6)
+
+    def step(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        q = (x @ w).view(-1, 2, 3)
+        reduced = funcol.all_reduce(q.mean(1) @ v[:3, :3], "sum", dist.group.WORLD)
+        return reduced.square().mean()
+
+    compiled_step = torch.compile(step, backend="overlap", options={"slices": 2})
+    torch.testing.assert_close(compiled_step(x, w, v), step(x, w, v))
+
+
 def test_strict_makes_a_refusal_an_error() -> None:
     with pytest.raises(Exception, match="strict=True") as error:
         compiled(Reduced(), slices=2, strict=True)(torch.randn(4, 8))

@@ -54,6 +54,24 @@ def test_a_large_matmul_runs_at_the_reached_peak():
     assert us == pytest.approx(2 * 4096 * 8192 * 2048 / H100.flops_per_us("bfloat16"))
 
 
+def test_a_product_before_autograd_costs_what_it_costs_after():
+    """`linear` and `matmul` are whole there, and torch counts no flops of theirs."""
+    x, w = torch.empty(8, 512, 2048), torch.empty(1024, 2048)
+
+    def graph_of(pre_dispatch: bool) -> fx.GraphModule:
+        def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, w)
+
+        return make_fx(program, tracing_mode="fake", pre_dispatch=pre_dispatch)(x, w)
+
+    before, after = (
+        sum(cost.estimate(gm, H100, lambda _: 1).of(node).compute_us for node in gm.graph.nodes)
+        for gm in (graph_of(True), graph_of(False))
+    )
+    assert before == pytest.approx(after)
+    assert before == pytest.approx(2 * 8 * 512 * 1024 * 2048 / H100.flops_per_us("float32"))
+
+
 def test_a_thin_matmul_is_bound_by_memory():
     us = us_of(torch.mm, aten.mm, bf16(1, 8192), bf16(8192, 8192))
     moved = 2 * (8192 + 8192 * 8192 + 8192)
