@@ -183,6 +183,12 @@ def test_a_job_of_no_ranks(argv: list[str], capfd: pytest.CaptureFixture[str]) -
     Ran(capfd, "simulate", own("linear"), *argv).check_refused(USAGE, "a mesh")
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder that takes no files")
+def test_a_file_that_cannot_be_written(capfd: pytest.CaptureFixture[str]) -> None:
+    ran = Ran(capfd, "explain", own("linear"), "--html", "/proc/report.html")
+    assert ran.code == FAILED and "report.html" in ran.err
+
+
 def test_an_infinite_memory_budget(capfd: pytest.CaptureFixture[str]) -> None:
     ran = Ran(capfd, "explain", own("linear"), "--memory-budget", "inf")
     ran.check_refused(USAGE, "'memory_budget' expects")
