@@ -246,9 +246,7 @@ def run(argv: Sequence[str]) -> int:
         return _fail(error, EXIT_USAGE)
     except DivergenceError as error:
         return _fail(error, EXIT_DIVERGED)
-    except OverlapError as error:
-        return _fail(error, EXIT_FAILED)
-    except OSError as error:  # a file that cannot be written
+    except (OverlapError, OSError) as error:  # OSError: a file that cannot be written
         return _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         print("overlap: interrupted", file=sys.stderr)

@@ -309,8 +309,8 @@ def is_view(node: fx.Node) -> bool:
         return bool(results) and node.op == "call_function" and _is_plain_function(node.target)
     if node.target._schema.is_mutable:
         return False
-    owned = {_storage(t) for t in _tensors(_fake_arguments(node))}
-    return all(_storage(result) in owned for result in results)
+    owned = {graph.storage_of(t) for t in _tensors(_fake_arguments(node))}
+    return all(graph.storage_of(result) in owned for result in results)
 
 
 def _is_plain_function(target: Any) -> bool:
@@ -423,7 +423,3 @@ def _fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata

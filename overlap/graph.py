@@ -13,7 +13,7 @@ import dataclasses
 import enum
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -179,6 +179,16 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_of(list(value.values()))
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors share if and only if they lie in one storage."""
+    return tensor.untyped_storage()._cdata
+
+
+def storages_of(node: fx.Node) -> list[int]:
+    """The storages of a node's tensors, in order."""
+    return [storage_of(tensor) for tensor in tensors_of(fake_value(node))]
+
+
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="placeholder"))
 
@@ -239,6 +249,16 @@ def infer_fake_value(node: fx.Node) -> None:
         set_fake_value(node, node.target(*args, **kwargs))  # pyright: ignore[reportCallIssue]
 
 
+def call_like(
+    like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> fx.Node:
+    """A new call where the graph inserts now, with the facts of `like` and its own fake value."""
+    node = like.graph.call_function(target, args, dict(kwargs or {}))
+    copy_facts(like, node)
+    infer_fake_value(node)
+    return node
+
+
 def propagate_fake_values(gm: fx.GraphModule) -> None:
     """Record the fake value of every node by running the graph on the fake values of its inputs.
 
@@ -278,3 +298,9 @@ def is_same_size(one: int | torch.SymInt, other: int | torch.SymInt) -> bool:
 
 def is_same_shape(one: Sequence[int | torch.SymInt], other: Sequence[int | torch.SymInt]) -> bool:
     return len(one) == len(other) and all(map(is_same_size, one, other))
+
+
+def has_type_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes stand for tensors of one dtype and shape, without a guard."""
+    one, two = fake_value(node), fake_value(other)
+    return one.dtype == two.dtype and is_same_shape(one.shape, two.shape)

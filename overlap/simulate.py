@@ -221,7 +221,7 @@ class _Memory:
         return tuple(dict.fromkeys(self._storage(i, index, t) for index, t in tensors))
 
     def _storage(self, definer: int, result_index: int, tensor: torch.Tensor) -> int:
-        key = tensor.untyped_storage()._cdata
+        key = graph.storage_of(tensor)
         if key not in self._by_fake:
             self._by_fake[key] = len(self.definer)
             self.definer.append(definer)

@@ -354,14 +354,10 @@ def pinned_nodes(graph_: fx.Graph) -> dict[fx.Node, fx.Node]:
         storage: node
         for node in graph_.nodes
         for operand in _written_operands(node)
-        for storage in storages_of(operand)
+        for storage in graph.storages_of(operand)
     }
-    owners = ((node, storage) for node in graph_.nodes for storage in storages_of(node))
+    owners = ((node, storage) for node in graph_.nodes for storage in graph.storages_of(node))
     return {node: writers[storage] for node, storage in owners if storage in writers}
-
-
-def storages_of(node: fx.Node) -> list[int]:
-    return [t.untyped_storage()._cdata for t in graph.tensors_of(graph.fake_value(node))]
 
 
 def _written_operands(node: fx.Node) -> list[fx.Node]:

@@ -31,6 +31,14 @@ def trace(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
     return gm
 
 
+def trace_backward(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
+    """The same, with every node marked as part of the backward."""
+    gm = trace(function, *inputs)
+    for node in gm.graph.nodes:
+        node.meta["partitioner_tag"] = "is_backward"
+    return gm
+
+
 def context(**options: Any) -> pipeline.Context:
     ctx = pipeline.Context(Config(**options), group_size=lambda _: 2)
     ctx.provide(hardware.with_link(hardware.load("cpu"), 400))
@@ -91,9 +99,7 @@ def partial_gradients(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
 
 def merged(dtype: torch.dtype) -> tuple[fx.GraphModule, list[Tensor]]:
     inputs = [torch.randn(rows, width, dtype=dtype) for width in (2, 3) for rows in (4, 5)]
-    gm = trace(partial_gradients, *inputs)
-    for node in gm.graph.nodes:
-        node.meta["partitioner_tag"] = "is_backward"
+    gm = trace_backward(partial_gradients, *inputs)
     for slice_, product in enumerate(
         n for n in gm.graph.nodes if graph.is_call(n, torch.ops.aten.mm)
     ):
@@ -147,9 +153,7 @@ def test_merge_wgrad_leaves_a_product_that_is_added_twice() -> None:
         return twice + twice + g.t() @ y
 
     inputs = [torch.randn(4, 2), torch.randn(4, 3), torch.randn(4, 3)]
-    gm = trace(function, *inputs)
-    for node in gm.graph.nodes:
-        node.meta["partitioner_tag"] = "is_backward"
+    gm = trace_backward(function, *inputs)
     pipeline.run(gm, [Normalize(), MergeWgrad()], context())
     torch.testing.assert_close(gm(*inputs), function(*inputs))
 
@@ -158,9 +162,7 @@ def test_merge_wgrad_leaves_one_products_sum_alone() -> None:
     def function(g: Tensor, x: Tensor, other: Tensor) -> Tensor:
         return g.t() @ x + other
 
-    gm = trace(function, torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(2, 3))
-    for node in gm.graph.nodes:
-        node.meta["partitioner_tag"] = "is_backward"
+    gm = trace_backward(function, torch.zeros(4, 2), torch.zeros(4, 3), torch.zeros(2, 3))
     before = printing.dump(gm)
     pipeline.run(gm, [Normalize(), MergeWgrad()], context())
     assert printing.dump(gm) == before

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from overlap import pipeline
-from overlap.graph import Phase, is_call, set_phase
+from overlap.graph import is_call
 from overlap.passes.normalize import Normalize
 from overlap.passes.simplify import Simplify
 from tests.test_passes import context, trace
@@ -23,7 +23,6 @@ COLUMN = torch.randn(4, 1)
 def simplified(function: Callable[..., Any], *inputs: Tensor) -> list[str]:
     """Names of the operators that are left, once the results are proven to be the same bits."""
     gm = trace(function, *inputs)
-    set_phase(gm, Phase.JOINT)
     pipeline.run(gm, [Normalize(), Simplify()], context())
     torch.testing.assert_close(gm(*inputs), function(*inputs), rtol=0, atol=0, equal_nan=True)
     return operators(gm)

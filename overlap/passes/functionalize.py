@@ -58,14 +58,14 @@ def _nodes_by_storage(graph_: fx.Graph) -> dict[int | None, list[fx.Node]]:
     """Nodes in program order by the storage of their fake tensors."""
     result: dict[int | None, list[fx.Node]] = {}
     for node in graph_.nodes:
-        for tensor in graph.tensors_of(graph.fake_value(node)):
-            result.setdefault(tensor.untyped_storage()._cdata, []).append(node)
+        for storage in graph.storages_of(node):
+            result.setdefault(storage, []).append(node)
     return result
 
 
 def _storage(node: fx.Node) -> int | None:
     value = graph.fake_value(node)
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return graph.storage_of(value) if isinstance(value, torch.Tensor) else None
 
 
 def _functional_form(node: fx.Node) -> torch._ops.OpOverload | None:

@@ -43,7 +43,7 @@ class Legalize:
         by_storage: dict[int, list[fx.Node]] = {}
         for node in gm.graph.nodes:
             if collectives.is_start(node) and _writes_operand(node):
-                key = collectives.operand_of(node).untyped_storage()._cdata
+                key = graph.storage_of(collectives.operand_of(node))
                 by_storage.setdefault(key, []).append(node)
         for starts in by_storage.values():
             if len(starts) > 1:
@@ -62,9 +62,7 @@ def _give_own_storage(start: fx.Node) -> None:
     operand = start.args[0]
     assert isinstance(operand, fx.Node)
     with start.graph.inserting_before(start):
-        copy = start.graph.call_function(aten.clone.default, (operand,))
-    graph.copy_facts(start, copy)
-    graph.infer_fake_value(copy)
+        copy = graph.call_like(start, aten.clone.default, (operand,))
     start.replace_input_with(operand, copy)
 
 
@@ -82,11 +80,9 @@ def _may_add_in_place(node: fx.Node) -> bool:
         return False
     added = node.args[0]
     assert isinstance(added, fx.Node)
-    one, other = graph.fake_value(added), graph.fake_value(node)
     return (
         graph.is_call(added, *_FRESH)
         and len(added.users) == 1
         and list(node.args).count(added) == 1
-        and one.dtype == other.dtype
-        and graph.is_same_shape(one.shape, other.shape)
+        and graph.has_type_of(node, added)
     )

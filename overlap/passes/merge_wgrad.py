@@ -172,9 +172,7 @@ def _is_transpose(node: fx.Node) -> bool:
 
 
 def _call(like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Any = None) -> fx.Node:
-    """A new call in the place of `like`, with its fake value computed."""
-    node = like.graph.call_function(target, args, dict(kwargs or {}))
-    graph.copy_facts(like, node)
+    """A new call like `like`, of no slice."""
+    node = graph.call_like(like, target, args, kwargs)
     graph.set_tag(node, graph.Tag())
-    graph.infer_fake_value(node)
     return node

@@ -43,7 +43,7 @@ class Simplify:
     ensures: Phase = Phase.NORMALIZED
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
-        inputs = {_storage(t) for t in map(graph.fake_value, graph.placeholders(gm.graph))}
+        inputs = {s for node in graph.placeholders(gm.graph) for s in graph.storages_of(node)}
         for node in list(gm.graph.nodes):
             if graph.is_call(node, *_VIEW):
                 _skip_inner_views(node)
@@ -55,11 +55,7 @@ class Simplify:
                 _drop(node, source)
 
 
-def _storage(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _is_copy(node: fx.Node, inputs: set[int | None]) -> bool:
+def _is_copy(node: fx.Node, inputs: set[int]) -> bool:
     """Whether `node` is its operand times one, and nobody could tell it from the operand."""
     is_power = node.target is aten.pow.Tensor_Scalar
     if not (is_power or _is_scaling(node)) or graph.args_of(node)[1] != 1:
@@ -67,10 +63,10 @@ def _is_copy(node: fx.Node, inputs: set[int | None]) -> bool:
     source: fx.Node = graph.args_of(node)[0]
     value = graph.fake_value(source)
     return (
-        _has_type_of(node, source)
+        graph.has_type_of(node, source)
         and _has_strides_of(node, value)
         and not value.dtype.is_complex
-        and _storage(value) not in inputs
+        and inputs.isdisjoint(graph.storages_of(source))
         and graph.output_node(node.graph) not in node.users
     )
 
@@ -85,17 +81,12 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     if graph.is_call(node, aten.t) and graph.is_call(source, aten.t):
         return graph.args_of(source)[0]
     if graph.is_call(node, *_VIEW, aten.expand):
-        return source if _has_type_of(node, source) else None
+        return source if graph.has_type_of(node, source) else None
     return None
 
 
 def _has_strides_of(node: fx.Node, other: torch.Tensor) -> bool:
     return graph.is_same_shape(graph.fake_value(node).stride(), other.stride())
-
-
-def _has_type_of(node: fx.Node, other: fx.Node) -> bool:
-    one, two = graph.fake_value(node), graph.fake_value(other)
-    return one.dtype == two.dtype and graph.is_same_shape(one.shape, two.shape)
 
 
 def _is_scaling(node: Any) -> bool:
@@ -152,8 +143,8 @@ def _double_the_smaller(node: fx.Node) -> None:
 def _scaled_then_expanded(like: fx.Node, expanded: fx.Node, scale: Any, number: float) -> fx.Node:
     small, *how = graph.args_of(expanded)
     with like.graph.inserting_before(like):
-        scaled = _call(like, scale, small, number)
-        return _call(like, aten.expand.default, scaled, *how)
+        scaled = graph.call_like(like, scale, (small, number))
+        return graph.call_like(like, aten.expand.default, (scaled, *how))
 
 
 def _try_arguments(node: fx.Node, args: tuple[Any, ...]) -> None:
@@ -180,12 +171,5 @@ def _is_scaled(node: Any) -> bool:
     if not _is_scaling(node) or len(node.users) != 1:
         return False
     source, number = graph.args_of(node)
-    is_float = graph.fake_value(source).dtype.is_floating_point and _has_type_of(node, source)
+    is_float = graph.fake_value(source).dtype.is_floating_point and graph.has_type_of(node, source)
     return is_float and graph.is_call(node, aten.mul) and abs(math.frexp(number)[0]) == 0.5
-
-
-def _call(like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    node = like.graph.call_function(target, args)
-    graph.copy_facts(like, node)
-    graph.infer_fake_value(node)
-    return node

@@ -351,15 +351,15 @@ class LinkGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
         work = self._gloo.send(tensors, peer, tag)
-        return self._start_one_way("send", ("send", peer, tag), _bytes(tensors), work)
+        return self._start_one_way("send", (peer, tag), tensors, work)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> LinkWork:
         work = self._gloo.recv(tensors, peer, tag)
-        return self._start_one_way("receive", ("receive", peer, tag), _bytes(tensors), work)
+        return self._start_one_way("receive", (peer, tag), tensors, work)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> LinkWork:
         work = self._gloo.recv_anysource(tensors, tag)
-        return self._start_one_way("receive", ("receive", None, tag), _bytes(tensors), work)
+        return self._start_one_way("receive", (None, tag), tensors, work)
 
     # These call the above where a caller still uses the older names.
 
@@ -396,9 +396,13 @@ class LinkGroup(dist.ProcessGroup):
         number = board.post(issue_s)
         return self._start_emulated(record, works, self._lane, lambda: board.started(number))
 
-    def _start_one_way(self, kind: str, channel: Any, num_bytes: float, inner: Any) -> LinkWork:
-        """A message: on the link from its start on, for the receiver from when it is here on."""
-        record = Record(kind, self._name, num_bytes, issue_s=time.monotonic())
+    def _start_one_way(
+        self, kind: str, partner: tuple[int | None, int], tensors: list[Tensor], inner: Any
+    ) -> LinkWork:
+        """A message: on the link from its start on, for the receiver from when it is here on.
+        `partner` is the other rank and the message's tag."""
+        record = Record(kind, self._name, _bytes(tensors), issue_s=time.monotonic())
+        channel = (kind, *partner)
         if self._backend == RECORDED:
             return self._start_recorded(record, [inner], channel)
         arrived_s: list[float] = []
