@@ -157,7 +157,7 @@ def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
 def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation
 ) -> Callable[..., Any]:
-    ctx = Context(record.config, groups.size_of, remarks=record.remarks)
+    ctx = Context(record.config, groups.size_of, remarks=record.remarks, runs=record.runs)
     profile = detect.profile(record.config.hardware, _device_of(example_inputs))
     record.profile = profile
     ctx.provide(profile)

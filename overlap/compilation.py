@@ -17,7 +17,7 @@ from overlap import collectives, cost, graph, printing
 from overlap.config import Config
 from overlap.hardware import Profile
 from overlap.passes.schedule import Scheduled
-from overlap.pipeline import Remark
+from overlap.pipeline import Remark, Run
 from overlap.runtime import agree
 from overlap.simulate import Timeline
 
@@ -94,6 +94,7 @@ class Compilation:
     places: per group, how many programs ran collectives of it before this one did.
     slices: how many slices were asked for or chosen.
     base_peak_bytes: peak in program order, before scheduling.
+    runs: the passes that ran, with their times.
     """
 
     config: Config
@@ -107,6 +108,7 @@ class Compilation:
     base_peak_bytes: int = 0
     compile_s: float = 0.0
     remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
+    runs: list[Run] = dataclasses.field(default_factory=list[Run])
     graphs: list[CompiledGraph] = dataclasses.field(default_factory=list[CompiledGraph])
     places: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
