@@ -47,6 +47,7 @@ class Shape:
     users: by position, who depends on it. waits: by start, its waits.
     touches: by position, the storages that it makes or touches; made_bytes: what it makes.
     is_leaf: by position, whether it is free and has no user at all: an assertion.
+    is_needed: by position, whether any compute, host read or collective depends on it.
     """
 
     def __init__(self, program: Program) -> None:
@@ -60,6 +61,11 @@ class Shape:
                 self.users[dep].append(task)
             if program.starts[task] >= 0:
                 self.waits[program.starts[task]].append(task)
+        self.is_needed = bytearray(size)
+        for task in reversed(range(size)):
+            if program.kinds[task] not in (TaskKind.FREE, TaskKind.WAIT) or self.is_needed[task]:
+                for dep in program.deps[task]:
+                    self.is_needed[dep] = 1
         for i, storage in enumerate(program.storages):
             self.made_bytes[storage.definer] += storage.num_bytes
             for task in (storage.definer, *storage.uses):
@@ -249,8 +255,8 @@ class ListScheduler:
         task = self._next_compute()
         if task < 0:
             return self._idle()
-        work_us = self._program.durations[task] + self._launch_us
-        self._start_collectives(work_us)
+        work_us = self._program.durations[task] + self._launch_us * self._num_launched(task)
+        self._start_collectives(work_us + self._launch_us)  # the next start is launched after it
         if self._is_worth_waiting(task, work_us):
             self._block()
             return True
@@ -264,7 +270,7 @@ class ListScheduler:
             return True
         if finish_us is None:
             return any(self._starts) and self._run_front()
-        self._start_collectives(finish_us - self._clock.time_us)
+        self._start_collectives(finish_us - self._clock.time_us + self._launch_us)
         self._block()
         return True
 
@@ -342,7 +348,7 @@ class ListScheduler:
         if finish_us is None or finish_us - self._clock.time_us > self._patience * work_us:
             return False
         return any(
-            self._keys[wait] < self._keys[task]
+            self._shape.is_needed[wait] and self._keys[wait] < self._keys[task]
             for start in self._clock.next_finished()
             for wait in self._shape.waits[start]
         )
@@ -356,6 +362,13 @@ class ListScheduler:
         if not self._is_passed[task]:
             self._pass(task)
         return True
+
+    def _num_launched(self, task: int) -> int:
+        """How many launches it takes to run `task`: its own, and of waits right before it."""
+        if not self._launch_us:
+            return 0
+        kinds = self._program.kinds
+        return sum(kinds[each] is not TaskKind.FREE for each in self._closure(task))
 
     def _closure(self, task: int) -> list[int]:
         """`task` and the tasks before it that are not played yet, in program order."""
