@@ -92,7 +92,7 @@ class Compilation:
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
     places: per group, how many programs ran collectives of it before this one did.
-    slices: how many slices were asked for or chosen.
+    slices, axis: how many slices were asked for or chosen, and along what.
     base_peak_bytes: peak in program order, before scheduling.
     runs: the passes that ran, with their times.
     """
@@ -103,6 +103,7 @@ class Compilation:
     structure: str = ""
     profile: Profile | None = None
     slices: int = 1
+    axis: str = "batch"
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0
@@ -139,7 +140,7 @@ class Compilation:
     def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {"slices": self.slices, "check_steps": self.config.check_steps}
+        options = {"slices": self.slices, "axis": self.axis, "check_steps": self.config.check_steps}
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]
