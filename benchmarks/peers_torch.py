@@ -96,8 +96,8 @@ def in_place_of_ours() -> Generator[None]:
     """Programs that are compiled meanwhile are sliced by ours and ordered by torch's scheduler."""
     ours = presets.moe
 
-    def moe(slices: int) -> presets.Preset:
-        return dataclasses.replace(ours(slices), final=(TorchSchedule(), Legalize()))
+    def moe(slices: int, axis: str = "batch") -> presets.Preset:
+        return dataclasses.replace(ours(slices, axis), final=(TorchSchedule(), Legalize()))
 
     with mock.patch.object(presets, "moe", moe):
         yield
