@@ -277,12 +277,23 @@ class ListScheduler:
     def _block(self) -> None:
         """Wait for the next collective to arrive."""
         first_seen = len(self._clock.finished)
-        self._clock.block()
+        # A wait is launched while its collective still runs; where none can be, the queue idles.
+        if not any([self._try(wait) for wait in self._next_waits()]):
+            self._clock.block()
         self._arrive()
         for start in self._clock.finished[first_seen:]:
             for wait in self._shape.waits[start]:
                 if self._is_passed[wait] and not self._is_played[wait]:
                     self._try(wait)
+
+    def _next_waits(self) -> list[int]:
+        """Waits that nothing but the next collectives to arrive holds up."""
+        return [
+            wait
+            for start in self._clock.next_finished()
+            for wait in self._shape.waits[start]
+            if self._num_missing[wait] == 0 and not self._is_played[wait]
+        ]
 
     def _next_compute(self) -> int:
         """The ready compute of the smallest key, -1 if there is none."""
