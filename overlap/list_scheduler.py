@@ -219,7 +219,8 @@ class ListScheduler:
         self._keys = rule.keys
         self._patience = rule.patience
         self._budget = budget
-        self._launch_us = machine.launch_us
+        # The host of a stream launches ahead, beside the kernels.
+        self._launch_us = 0.0 if machine.is_stream else machine.launch_us
         self._clock = Clock(program, machine)
         self._order: list[int] = []
         self._task_of_key = [0] * len(program)
@@ -257,6 +258,8 @@ class ListScheduler:
             return self._idle()
         work_us = self._program.durations[task] + self._launch_us * self._num_launched(task)
         self._start_collectives(work_us + self._launch_us)  # the next start is launched after it
+        if self._has_arrived():
+            return True
         if self._is_worth_waiting(task, work_us):
             self._block()
             return True
@@ -266,13 +269,18 @@ class ListScheduler:
         """No compute is ready: start what can be started, then let the next collective arrive."""
         self._start_collectives(_EPSILON_US)
         finish_us = self._clock.next_finish_us()
-        if self._num_seen < len(self._clock.finished):
+        if self._has_arrived():
             return True
         if finish_us is None:
             return any(self._starts) and self._run_front()
         self._start_collectives(finish_us - self._clock.time_us + self._launch_us)
-        self._block()
+        if not self._has_arrived():
+            self._block()
         return True
+
+    def _has_arrived(self) -> bool:
+        """Whether a collective finished since the last look, as while another was launched."""
+        return self._num_seen < len(self._clock.finished)
 
     def _block(self) -> None:
         """Wait for the next collective to arrive."""

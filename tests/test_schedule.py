@@ -89,7 +89,7 @@ def test_nothing_idles_for_gradients_that_only_the_result_reads():
 
 
 def test_a_link_does_not_run_dry_while_the_next_collective_is_launched():
-    assert in_program_order(1.2, Machine(launch_us=0.1)) == pytest.approx(15.9)
+    assert in_program_order(1.5, Machine(launch_us=0.1)) == pytest.approx(17.0)
 
 
 def fsdp_cost(node: fx.Node) -> float:
@@ -179,6 +179,16 @@ def test_launch_time_and_host_reads_decide_how_many_slices_gain():
 programs = st.builds(
     random_program, st.integers(0, 1_000_000), st.integers(1, 25), num_groups=st.integers(1, 3)
 )
+
+
+@settings(deadline=None, max_examples=60)
+@given(programs, st.sampled_from((*MACHINES, Machine(launch_us=0.1))), st.sampled_from((0.0, 0.6)))
+def test_a_list_schedule_takes_as_long_as_planned(
+    program: Program, machine: Machine, patience: float
+):
+    rule = Rule("order of the program", range(len(program)), patience)
+    order, planned_us = ListScheduler(program, machine, Shape(program), rule, None).run()
+    assert simulate.makespan(program, order, machine) == pytest.approx(planned_us)
 
 
 @settings(deadline=None, max_examples=60)
