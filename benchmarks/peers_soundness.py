@@ -26,7 +26,7 @@ def rows(names: Iterable[str] = PROGRAMS) -> list[dict[str, Any]]:
     """One row per compiler: `programs`, how many were `accepted`, and the names of the `wrong`."""
     names = list(names)
     result = [_row("overlap", names, _by_ours)]
-    if peers_titan.is_installed():
+    if not peers_titan.why_left_out():
         result.append(_row("TorchTitan eager, MoE", names, _by_titan))
     return result
 

@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 from unittest import mock
@@ -35,16 +36,36 @@ from models import DeepSeekV3, LossModel, MoE
 
 BLOCK, MOE = "layers.*", "layers.*.moe"
 INSTALL = (
-    "TorchTitan's rows are left out: pip install --no-deps torchtitan==0.3.0, then torchdata "
-    'torch_checkpointing "datasets<4.8" tokenizers safetensors tyro tensorboard einops pillow '
+    "pip install --no-deps torchtitan==0.3.0, then torchdata torch_checkpointing "
+    '"datasets<4.8" tokenizers safetensors tyro tensorboard wandb einops pillow '
     "spmd_types==0.2.3"
 )
 _PACKAGE = "torchtitan.experiments.graph_trainer"
+_PARTS = (
+    "common_utils",
+    "configs",
+    "ep_chunk_pass",
+    "ep_eager_chunk",
+    "ep_overlap_pass",
+    "ep_pass_utils",
+    "make_fx_tracer",
+    "passes",
+    "registry",
+)
 _KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
-def is_installed() -> bool:
-    return importlib.util.find_spec("torchtitan") is not None
+@functools.cache
+def why_left_out() -> str:
+    """Why TorchTitan cannot be imported; "" if it can."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            for name in _PARTS:
+                _part(name)
+        except ImportError as error:
+            return str(error)
+    return ""
 
 
 def _part(name: str) -> Any:

@@ -286,7 +286,7 @@ class ListScheduler:
         """Wait for the next collective to arrive."""
         first_seen = len(self._clock.finished)
         # A wait is launched while its collective still runs; where none can be, the queue idles.
-        if not any([self._try(wait) for wait in self._next_waits()]):
+        if not any(self._try(wait) for wait in self._next_waits()):
             self._clock.block()
         self._arrive()
         for start in self._clock.finished[first_seen:]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ from models import LlamaConfig
 from tests.dist import run_ranks
 
 LINK_MBIT = 20.0
-TITAN = pytest.mark.skipif(not peers_titan.is_installed(), reason="torchtitan is not installed")
+WHY_NOT = peers_titan.why_left_out()
+TITAN = pytest.mark.skipif(bool(WHY_NOT), reason=f"TorchTitan: {WHY_NOT}")
 
 
 def by_variant(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -56,16 +58,20 @@ def test_ours_accepts_no_program_that_goes_wrong():
     assert peers.soundness_table(list(rows.values())).row_count == len(rows)
 
 
-def test_without_torchtitan_its_rows_are_left_out(
+def test_without_torchtitan_its_rows_are_left_out_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(peers_titan, "is_installed", lambda: False)
-    monkeypatch.setattr(peers, "CASES", ())
+    monkeypatch.setattr(peers_titan, "why_left_out", lambda: "No module named 'torchtitan'")
+    monkeypatch.setattr(peers, "CASES", (peers.TOY,))
+    monkeypatch.setattr(peers, "SLICES", ())
     monkeypatch.setattr(peers, "fsdp_rows", lambda config: [])
-    monkeypatch.setattr(peers_soundness, "PROGRAMS", {})
-    monkeypatch.setattr(peers_soundness.rows, "__defaults__", ((),))
-    assert peers.main([]) == 0
-    assert "pip install --no-deps torchtitan==0.3.0" in capsys.readouterr().out
+    monkeypatch.setattr(peers_soundness, "rows", list)
+    assert peers.main(["--json"]) == 0
+    printed = capsys.readouterr()
+    assert [row["note"] for row in json.loads(printed.out)] == [
+        "left out: No module named 'torchtitan'"
+    ]
+    assert "pip install --no-deps torchtitan==0.3.0" in printed.err
 
 
 @TITAN
