@@ -80,9 +80,10 @@ class Config:
                 f"option 'hardware' expects a profile name or a path, found {self.hardware!r}"
             )
         _check_budget(self.memory_budget)
-        for field in ("costs", "artifact"):
-            if getattr(self, field) is not None:
-                raise ConfigError(f"{field}= is not built yet; leave it at None")
+        if self.costs is not None and not isinstance(self.costs, str):
+            raise ConfigError(f"option 'costs' expects a path or None, found {self.costs!r}")
+        if self.artifact is not None:
+            raise ConfigError("artifact= is not built yet; leave it at None")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:

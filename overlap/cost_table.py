@@ -1,0 +1,182 @@
+"""Cost tables: what the calls of captured programs take, measured once and written to a file.
+
+    overlap hardware --measure TARGET -o costs.json     measures, on the ranks of the job
+    options={"costs": "costs.json"}                     every rank prices its graphs by the file
+
+A table decides the order of collectives and the number of slices, so all ranks load the same one
+and compare its digest. It is for the programs and the place that it was measured at; anything else
+is refused with the field that differs. The file is JSON with sorted keys: equal tables are equal
+bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from overlap.errors import ConfigError
+
+FORMAT = 1
+_DIGITS = 3  # of a nanosecond's thousand: no timer sees more
+_AGAIN = "measure again with: overlap hardware --measure TARGET -o FILE"
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a table was measured: what has to be the same where it is used.
+
+    torch: its version. device: name of the processor. threads: of one rank.
+    kernels: the code path that MKL is held to (MKL_CBWR), "" if it is free.
+    ranks: of the whole job. backend: of its default group. link: of an emulated one, else "".
+    """
+
+    torch: str
+    device: str
+    threads: int
+    kernels: str
+    ranks: int
+    backend: str
+    link: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What one distinct call of an operator, or one collective, takes; of the slowest rank.
+
+    us, min_us: median over steps, and the least, averaged over the `num_calls` nodes that make the
+        call. Host time to issue it is in `us`; for a collective it is `issue_us` and not in `us`.
+    flops, num_bytes: its work, by which a call of another size is scaled; for a collective the
+        bytes that one rank sends.
+    """
+
+    us: float
+    min_us: float
+    num_calls: int
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    issue_us: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A program in some number of slices, in microseconds: forward and backward together, as the
+    simulator predicts them from this table, and as they were measured when the table was made."""
+
+    predicted_us: float
+    measured_us: float
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable:
+    """Measured costs.
+
+    place: where they were measured.
+    dims: the nominal size of a symbolic dimension, by its index in a graph's inputs.
+    contention: compute beside communication takes 1 + contention times as long.
+    programs: by the structure of a captured program and by the number of slices.
+    calls: by what they are; see `pricing.call_of`.
+    """
+
+    place: Place
+    dims: Mapping[int, int]
+    contention: float
+    programs: Mapping[str, Mapping[int, Step]]
+    calls: Mapping[str, Call]
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The table as its file holds it."""
+        fields = {"format": FORMAT} | dataclasses.asdict(self)
+        return json.dumps(_rounded(fields), sort_keys=True, indent=1) + "\n"
+
+    @property
+    def digest(self) -> str:
+        """What tells this table from all others: the SHA-256 of its file."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def check(self, name: str, here: Mapping[str, Any], structure: str) -> None:
+        """Raises ConfigError, naming the field, unless the table is for this place and program.
+
+        name: what messages call the table. here: the fields of `Place` that are known.
+        """
+        for field, found in here.items():
+            expected = getattr(self.place, field)
+            if expected != found:
+                raise ConfigError(
+                    f"cost table {name!r} is from another place: {field} is {expected!r} in the "
+                    f"table and {found!r} here; {_AGAIN}"
+                )
+        if structure not in self.programs:
+            raise ConfigError(
+                f"cost table {name!r} is for another program: structure is "
+                f"{' or '.join(map(repr, self.programs))} in the table and {structure!r} here; "
+                f"{_AGAIN}"
+            )
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.text)
+
+
+def _rounded(value: Any) -> Any:
+    """Plain data with finite digits, keys as JSON has them."""
+    match value:
+        case float():
+            return round(value, _DIGITS)
+        case dict():
+            return {str(key): _rounded(item) for key, item in value.items()}
+        case _:
+            return value
+
+
+@functools.lru_cache(maxsize=8)
+def _parse(text: str, name: str) -> CostTable:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"cost table {name!r} cannot be read: {error}; {_AGAIN}") from error
+    found = fields.get("format") if isinstance(fields, dict) else None
+    if found != FORMAT:
+        raise ConfigError(f"cost table {name!r} has format {found!r}, expected {FORMAT}; {_AGAIN}")
+    try:
+        return CostTable(
+            place=_value(Place, fields["place"]),
+            dims={int(dim): int(size) for dim, size in fields["dims"].items()},
+            contention=float(fields["contention"]),
+            programs={
+                structure: {int(slices): _value(Step, step) for slices, step in steps.items()}
+                for structure, steps in fields["programs"].items()
+            },
+            calls={call: _value(Call, figures) for call, figures in fields["calls"].items()},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"cost table {name!r} is damaged: {type(error).__name__}: {error}; {_AGAIN}"
+        ) from error
+
+
+def _value(kind: type[_T], fields: Mapping[str, Any]) -> _T:
+    """A dataclass from plain data. Raises TypeError for a name too many or a value of another type
+    than the field's."""
+    value = kind(**fields)
+    for field in dataclasses.fields(value):  # pyright: ignore[reportArgumentType]
+        found = getattr(value, field.name)
+        accepted = {"str": str, "int": int, "float": int | float}[str(field.type)]
+        if not isinstance(found, accepted) or isinstance(found, bool):
+            raise TypeError(f"{field.name} is {found!r}, expected {field.type}")
+    return value
+
+
+def load(path: str) -> CostTable:
+    """The table in a file. Raises ConfigError if there is none, or none of this format."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cost table {path!r} cannot be read: {error}; {_AGAIN}") from error
+    return _parse(text, path)

@@ -1,0 +1,394 @@
+"""Measure what the calls of a target take, on the ranks of the job: `overlap hardware --measure`.
+
+The target is compiled at each number of slices that the cost model chooses from. Then, for each:
+
+    plain steps   the graphs as they run, one behind the other: how long each takes as a whole
+    timed steps   the same graphs, node by node, each call timed by itself; a collective begins
+                  when all ranks are there, and nothing runs beside it
+
+A call's time is the median over the timed steps, averaged over the nodes that make it, and that of
+the slowest rank: the others wait for it. A collective's is that of the rank that came last to it.
+Host time to issue a call is part of it, as is freeing what dies with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import operator
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from overlap import backend, collectives, compilation, cost, graph, pricing, target
+from overlap.collectives import Kind
+from overlap.compilation import CANDIDATE_SLICES, Compilation
+from overlap.config import Config
+from overlap.cost_table import Call, CostTable, Step
+from overlap.errors import ConfigError
+from overlap.runtime import detect, fake, groups, launch, link, link_group
+from overlap.target import MeshSpec
+
+WARM_STEPS = 3
+RANK_ENV = {"MKL_CBWR": "AVX512,STRICT"}  # as in the demo: the kernels are part of the place
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasureOptions:
+    """What is measured, and on which ranks.
+
+    target, config: a training step by name, and which of its configurations.
+    mesh: how the ranks are laid out.
+    link_mbit: bandwidth of an emulated link between the ranks; None for plain gloo.
+    steps: timed steps, and plain ones, of each number of slices.
+    slices: the numbers of slices to measure.
+    """
+
+    target: str
+    config: str | None
+    mesh: MeshSpec
+    link_mbit: float | None = None
+    steps: int = 9
+    slices: tuple[int, ...] = CANDIDATE_SLICES
+
+    def __post_init__(self) -> None:
+        if self.link_mbit is not None:
+            link.LinkConfig(self.link_mbit)
+        if self.steps < 1:
+            raise ConfigError(f"steps is {self.steps!r}; expected at least 1")
+
+
+def run(options: MeasureOptions) -> CostTable:
+    """Start the ranks of `options.mesh` on this machine, and measure. Inside a job that torchrun
+    started, this process is a rank already and measures as one.
+
+    Raises ConfigError before anything is started, RankError, naming it, if a rank fails.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _on_rank(options)
+    with fake.world(options.mesh.num_ranks):  # what does not fit is said here, and once
+        target.make_step(options.target, options.config, options.mesh)
+    launched = launch.LaunchOptions(num_ranks=options.mesh.num_ranks, env=RANK_ENV)
+    return launch.launch(_on_rank, options, options=launched)[0]
+
+
+def _on_rank(options: MeasureOptions) -> CostTable:
+    torch.set_num_threads(1)
+    if options.link_mbit is not None:
+        link_group.register(link.LinkConfig(options.link_mbit))
+    dist.init_process_group("gloo" if options.link_mbit is None else link_group.EMULATED)
+
+    def make_step(compile_module: Compile) -> Callable[[], None]:
+        step = target.make_step(options.target, options.config, options.mesh)
+        module = step.loss_module()
+        return functools.partial(run_step, module, compile_module(module), step.example_inputs)
+
+    try:
+        return measure(make_step, Config(), options.steps, options.slices)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_step(module: nn.Module, forward: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+    """Forward, and backward if there is something to differentiate."""
+    module.zero_grad()
+    loss = forward(*inputs)
+    if loss.requires_grad:
+        loss.backward()
+
+
+Compile = Callable[[nn.Module], Callable[..., Any]]
+
+
+def measure(
+    make_step: Callable[[Compile], Callable[[], Any]],
+    config: Config,
+    steps: int = MeasureOptions.steps,
+    slices: Sequence[int] = CANDIDATE_SLICES,
+) -> CostTable:
+    """The cost table of a step, on a rank of a job; all ranks call it and get the same table.
+
+    make_step: builds the step anew: gets what stands for torch.compile, and returns a function
+        that runs forward and backward once.
+    config: the options that the step will run with; `slices` and `costs` are set here.
+
+    Raises ConfigError for a step without a collective, and for one on a device other than the CPU.
+    """
+    found: list[_Measured] = []
+    for num_slices in slices:
+        torch.compiler.reset()
+        own = dataclasses.replace(config, slices=num_slices, costs=None)
+        found += _measure_slices(make_step, own, steps)
+    calls = _over_ranks(itertools.chain.from_iterable(one.calls() for one in found))
+    dims: dict[int, int] = {}
+    for one in found:
+        dims |= one.dims()
+    where = detect.place(torch.device("cpu"))
+    table = CostTable(where, dims, contention=0.0, programs={}, calls=calls)
+    table = dataclasses.replace(table, programs=_programs(found, table))
+    shared: list[Any] = [table]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
+def _measure_slices(
+    make_step: Callable[[Compile], Callable[[], Any]], config: Config, steps: int
+) -> list[_Measured]:
+    """Compile and run the step with `config`; what was seen of each of its programs."""
+    stopwatch = Stopwatch()
+    num_known = len(compilation.records())
+    compiler = functools.partial(backend.compile_with, config, stopwatch.runner)
+    step = make_step(lambda module: torch.compile(module, backend=compiler))
+    for _ in range(WARM_STEPS):
+        step()
+    gc.collect()
+    gc.freeze()
+    for is_timed in (False, True):
+        stopwatch.is_on, stopwatch.is_timed = True, is_timed
+        for _ in range(steps):
+            dist.barrier()
+            step()
+    gc.unfreeze()
+    records = [
+        record
+        for record in compilation.records()[num_known:]
+        if any(g.local for g in record.graphs)
+    ]
+    if not records:
+        raise ConfigError("the step has no collective, so there is nothing to measure costs for")
+    return [_Measured(record, stopwatch.seen) for record in records]
+
+
+# ---- timing a graph -----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Seen:
+    """What was seen of one graph, in microseconds: whole runs, and by name each node's runs: the
+    call, and of a collective the time from its start to its end, without the two calls."""
+
+    spans_us: list[float] = dataclasses.field(default_factory=list[float])
+    calls_us: dict[str, list[float]] = dataclasses.field(default_factory=dict[str, list[float]])
+    links_us: dict[str, list[float]] = dataclasses.field(default_factory=dict[str, list[float]])
+
+
+class Stopwatch:
+    """Runs graphs as they are, or, while `is_timed`, node by node; notes times while `is_on`."""
+
+    def __init__(self) -> None:
+        self.is_on = self.is_timed = False
+        self.seen: dict[fx.GraphModule, Seen] = {}
+
+    def runner(self, gm: fx.GraphModule) -> Callable[..., Any]:
+        """A callable of `gm`, as the backend wants it."""
+        seen = self.seen[gm] = Seen()
+        run = backend.boxed_callable(gm)
+        timed = TimedGraph(gm, seen)
+
+        def run_one(inputs: list[Any]) -> Any:
+            if not self.is_on:
+                return run(inputs)
+            if self.is_timed:
+                return timed.run(inputs)
+            began = time.perf_counter()
+            result = run(inputs)
+            seen.spans_us.append((time.perf_counter() - began) * 1e6)
+            return result
+
+        return backend.boxed(run_one)
+
+
+class TimedGraph:
+    """A graph that runs node by node, in order, with a clock beside each of them.
+
+    A collective is waited for where it starts, after a barrier of its group, so that it is timed
+    alone, and so is what runs between its start and its wait.
+    """
+
+    def __init__(self, gm: fx.GraphModule, seen: Seen) -> None:
+        self._gm = gm
+        self._seen = seen
+        self._dead = _last_uses(gm.graph)
+
+    def run(self, inputs: list[Any]) -> Any:
+        """The graph's result; empties `inputs`."""
+        values = dict(zip(graph.placeholders(self._gm.graph), inputs, strict=True))
+        inputs.clear()
+        for node in self._gm.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    pass
+                case "get_attr":
+                    values[node] = operator.attrgetter(node.target)(self._gm)
+                case "output":
+                    return fx.map_arg(node.args[0], values.__getitem__)
+                case _:
+                    self._call(node, values)
+        raise AssertionError("a graph without an output")
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+        target: Any = node.target
+        alone = collectives.waits_of(node) if _is_timed_alone(node) else []
+        waits: list[Any] = [wait.target for wait in alone]
+        if waits:
+            dist.barrier(groups.resolve(collectives.group_of(node)))
+        began = time.perf_counter()
+        values[node] = target(*args, **kwargs)
+        issued = time.perf_counter()
+        for wait in waits:
+            wait(values[node])
+        arrived = time.perf_counter()
+        del args, kwargs
+        dying = time.perf_counter()
+        for dead in self._dead.get(node, ()):
+            del values[dead]
+        call_s = issued - began + time.perf_counter() - dying
+        self._seen.calls_us.setdefault(node.name, []).append(call_s * 1e6)
+        if waits:
+            self._seen.links_us.setdefault(node.name, []).append((arrived - issued) * 1e6)
+
+
+def _is_timed_alone(node: fx.Node) -> bool:
+    """Whether all ranks of a group can wait for a collective where it starts. A peer that is sent
+    to may be waiting for something else."""
+    return collectives.is_start(node) and collectives.kind_of(node) is not Kind.P2P
+
+
+def _last_uses(body: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node, what dies with it: values it uses last, and its own if nobody reads it."""
+    last: dict[fx.Node, fx.Node] = {}
+    for node in body.nodes:
+        last[node] = node
+        for source in node.all_input_nodes:
+            last[source] = node
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        if node.op in ("call_function", "call_method", "call_module"):
+            dead.setdefault(node, []).append(value)
+    return dead
+
+
+# ---- from times to a table ----------------------------------------------------------------------
+
+
+class _Measured:
+    """One program in one number of slices, as this rank saw it."""
+
+    def __init__(self, record: Compilation, seen: Mapping[fx.GraphModule, Seen]) -> None:
+        self.record = record
+        self._graphs = [(one.gm, seen[one.gm]) for one in record.graphs]
+
+    def measured_us(self) -> float:
+        """All graphs of the program, one behind the other."""
+        runs = zip(*(seen.spans_us for _, seen in self._graphs), strict=True)
+        return statistics.median(map(sum, runs))
+
+    def predicted_us(self, table: CostTable) -> float:
+        played = [self.record.play(gm, groups.size_of, table) for gm, _ in self._graphs]
+        return sum(timeline.makespan_us for timeline in played)
+
+    def calls(self) -> Iterator[tuple[str, Call]]:
+        """What each node does, and what it takes."""
+        sizes = self.record.local_sizes
+        assert sizes is not None
+        for gm, seen in self._graphs:
+            for node in gm.graph.nodes:
+                name = pricing.call_of(node, groups.size_of, sizes)
+                is_start = collectives.is_start(node)
+                if name and not (is_start and node.name not in seen.links_us):
+                    yield name, _call_of_node(node, seen, sizes)
+
+    def dims(self) -> dict[int, int]:
+        """The sizes that graph inputs had, by dimension, where they are symbolic."""
+        found: dict[int, int] = {}
+        for gm, _ in self._graphs:
+            for node in graph.placeholders(gm.graph):
+                for tensor in graph.tensors_of(graph.fake_value(node)):
+                    for size in tensor.shape:
+                        found |= _dims_of(size)
+        return found
+
+
+def _dims_of(size: int | torch.SymInt) -> dict[int, int]:
+    found: dict[int, int] = {}
+    if isinstance(size, int):
+        return found
+    for symbol in sorted(size.node.expr.free_symbols, key=str):
+        dim, hint = cost.input_dim_of(symbol, size), cost.hint_of(symbol, size)
+        if dim is not None and hint is not None:
+            found[dim] = hint
+    return found
+
+
+def _call_of_node(node: fx.Node, seen: Seen, sizes: cost.Sizes) -> Call:
+    calls_us = seen.calls_us[node.name]
+    host_us, least_us = statistics.median(calls_us), min(calls_us)
+    if collectives.is_wait(node):
+        return Call(host_us, least_us, 1, issue_us=host_us)
+    if not collectives.is_start(node):
+        work = cost.work_of(node, sizes)
+        return Call(host_us, least_us, 1, work.flops, work.num_bytes)
+    links_us = seen.links_us[node.name]
+    num_ranks = groups.size_of(collectives.group_of(node))
+    return Call(
+        us=statistics.median(links_us),
+        min_us=min(links_us),
+        num_calls=1,
+        num_bytes=cost.volume_of(node, num_ranks, sizes),
+        issue_us=host_us,
+    )
+
+
+def _over_ranks(found: Iterable[tuple[str, Call]]) -> dict[str, Call]:
+    """Equal calls as one: averaged over the nodes of a rank, then that of the rank that counts."""
+    by_name: dict[str, list[Call]] = {}
+    for name, call in found:
+        by_name.setdefault(name, []).append(call)
+    own = {name: _mean(calls) for name, calls in by_name.items()}
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    names = dict.fromkeys(name for rank in ranks for name in rank)
+    return {name: _decisive([rank[name] for rank in ranks if name in rank]) for name in names}
+
+
+def _mean(calls: Sequence[Call]) -> Call:
+    return dataclasses.replace(
+        calls[0],
+        us=statistics.fmean(call.us for call in calls),
+        min_us=statistics.fmean(call.min_us for call in calls),
+        issue_us=statistics.fmean(call.issue_us for call in calls),
+        num_calls=len(calls),
+    )
+
+
+def _decisive(ranks: Sequence[Call]) -> Call:
+    """Of one call on several ranks: the slowest, which the others wait for. A collective's ends for
+    all at once, so its time is that of the rank that came last."""
+    is_link = any(call.issue_us for call in ranks)
+    us = [call.us for call in ranks]
+    return dataclasses.replace(
+        ranks[0],
+        us=min(us) if is_link else max(us),
+        min_us=min(call.min_us for call in ranks),
+        issue_us=max(call.issue_us for call in ranks),
+    )
+
+
+def _programs(found: Sequence[_Measured], table: CostTable) -> dict[str, dict[int, Step]]:
+    """What each program takes in each number of slices; measured, on the slowest rank."""
+    programs: dict[str, dict[int, Step]] = {}
+    for one in found:
+        measured_us = torch.tensor(one.measured_us(), dtype=torch.float64)
+        dist.all_reduce(measured_us, dist.ReduceOp.MAX)
+        step = Step(one.predicted_us(table), measured_us.item())
+        programs.setdefault(one.record.structure, {})[one.record.slices] = step
+    return programs
