@@ -50,7 +50,7 @@ class Place:
 class Call:
     """What one distinct call of an operator, or one collective, takes; of the slowest rank.
 
-    us, min_us: median over steps, and the least, averaged over the `num_calls` nodes that make the
+    us, min_us: lower quartile over steps, and the least, averaged over the `num_calls` nodes that make the
         call. Host time to issue it is in `us`; for a collective it is `issue_us` and not in `us`.
     flops, num_bytes: its work, by which a call of another size is scaled; for a collective the
         bytes that one rank sends.
@@ -67,7 +67,8 @@ class Call:
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A program in some number of slices, in microseconds: forward and backward together, as the
-    simulator predicts them from this table, and as they were measured when the table was made."""
+    simulator predicts them from this table, and as they were measured when the table was made (the
+    lower quartile)."""
 
     predicted_us: float
     measured_us: float

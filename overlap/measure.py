@@ -6,9 +6,10 @@ The target is compiled at each number of slices that the cost model chooses from
     timed steps   the same graphs, node by node, each call timed by itself; a collective begins
                   when all ranks are there, and nothing runs beside it
 
-A call's time is the median over the timed steps, averaged over the nodes that make it, and that of
-the slowest rank: the others wait for it. A collective's is that of the rank that came last to it.
-Host time to issue a call is part of it, as is freeing what dies with it.
+A time is the lower quartile over the steps: a machine is disturbed one way only. A call's is
+averaged over the nodes that make it, and that of the slowest rank: the others wait for it. A
+collective's is that of the rank that came last to it. Host time to issue a call is part of it, as
+is freeing what dies with it.
 """
 
 from __future__ import annotations
@@ -151,9 +152,10 @@ def _measure_slices(
         step()
     gc.collect()
     gc.freeze()
-    for is_timed in (False, True):
-        stopwatch.is_on, stopwatch.is_timed = True, is_timed
-        for _ in range(steps):
+    stopwatch.is_on = True
+    for _ in range(steps):  # in turn: a disturbance slows both kinds
+        for is_timed in (False, True):
+            stopwatch.is_timed = is_timed
             dist.barrier()
             step()
     gc.unfreeze()
@@ -290,7 +292,7 @@ class _Measured:
     def measured_us(self) -> float:
         """All graphs of the program, one behind the other."""
         runs = zip(*(seen.spans_us for _, seen in self._graphs), strict=True)
-        return statistics.median(map(sum, runs))
+        return lower_quartile(list(map(sum, runs)))
 
     def predicted_us(self, table: CostTable) -> float:
         played = [self.record.play(gm, groups.size_of, table) for gm, _ in self._graphs]
@@ -329,9 +331,15 @@ def _dims_of(size: int | torch.SymInt) -> dict[int, int]:
     return found
 
 
+def lower_quartile(values: Sequence[float]) -> float:
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
 def _call_of_node(node: fx.Node, seen: Seen, sizes: cost.Sizes) -> Call:
     calls_us = seen.calls_us[node.name]
-    host_us, least_us = statistics.median(calls_us), min(calls_us)
+    host_us, least_us = lower_quartile(calls_us), min(calls_us)
     if collectives.is_wait(node):
         return Call(host_us, least_us, 1, issue_us=host_us)
     if not collectives.is_start(node):
@@ -340,7 +348,7 @@ def _call_of_node(node: fx.Node, seen: Seen, sizes: cost.Sizes) -> Call:
     links_us = seen.links_us[node.name]
     num_ranks = groups.size_of(collectives.group_of(node))
     return Call(
-        us=statistics.median(links_us),
+        us=lower_quartile(links_us),
         min_us=min(links_us),
         num_calls=1,
         num_bytes=cost.volume_of(node, num_ranks, sizes),
