@@ -15,7 +15,7 @@ from torch._guards import CompileContext
 
 from overlap import collectives, cost, graph, pricing, printing, simulate
 from overlap.config import Config
-from overlap.cost import Sizes
+from overlap.cost import Sizes, Sources
 from overlap.cost_table import CostTable
 from overlap.hardware import Profile
 from overlap.passes.schedule import Scheduled
@@ -83,6 +83,11 @@ class CompiledGraph:
     collectives: tuple[CompiledCollective, ...]
     scheduled: Scheduled | None
     local: Timeline | None = None
+
+    @property
+    def sources(self) -> Sources | None:
+        """Where its costs came from; None where no cost table was used."""
+        return self.scheduled.sources if self.scheduled else None
 
     @property
     def timeline(self) -> Timeline | None:

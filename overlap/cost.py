@@ -85,6 +85,20 @@ class Sources:
     scaled: int = 0
     formulas: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
 
+    def __add__(self, other: Sources) -> Sources:
+        formulas = {
+            name: self.formulas.get(name, 0) + other.formulas.get(name, 0)
+            for name in {**self.formulas, **other.formulas}
+        }
+        return Sources(self.measured + other.measured, self.scaled + other.scaled, formulas)
+
+    def __str__(self) -> str:
+        text = f"{self.measured} nodes measured, {self.scaled} scaled from another size"
+        if not self.formulas:
+            return text
+        names = ", ".join(f"{name} ({count})" for name, count in self.formulas.items())
+        return f"{text}, {sum(self.formulas.values())} by formula: {names}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:

@@ -50,8 +50,8 @@ class Place:
 class Call:
     """What one distinct call of an operator, or one collective, takes; of the slowest rank.
 
-    us, min_us: lower quartile over steps, and the least, averaged over the `num_calls` nodes that make the
-        call. Host time to issue it is in `us`; for a collective it is `issue_us` and not in `us`.
+    us, min_us: lower quartile over steps, and the least; averaged over the `num_calls` nodes that
+        make the call. Host time to issue it is in `us`; for a collective it is `issue_us` alone.
     flops, num_bytes: its work, by which a call of another size is scaled; for a collective the
         bytes that one rank sends.
     """

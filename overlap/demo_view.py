@@ -44,6 +44,8 @@ def grid(result: DemoResult) -> Grid:
     columns = (
         "\nvariant",
         "step ms\nmin q1 median",
+        "fw+bw ms\npredicted",
+        "\nmeasured",
         "comm.\nms",
         "exposed\nms",
         "\nhidden",
@@ -61,6 +63,8 @@ def _row(variant: Variant, result: DemoResult) -> tuple[str, ...]:
     return (
         _name(variant, result),
         f"{step.min:.0f} {step.q1:.0f} {step.median:.0f}",
+        "-" if variant.predicted_ms is None else f"{variant.predicted_ms:.0f}",
+        f"{variant.graphs_ms.median:.0f}",
         f"{variant.comm_ms.median:.0f}",
         f"{variant.exposed_ms.median:.0f}",
         percent(variant.hidden) if communicates(result) else "-",
@@ -102,6 +106,13 @@ def notes(result: DemoResult) -> Iterator[str]:
     )
     losses = ", ".join(f"{_name(v, result)} {v.heldout_loss:.4f}" for v in result.variants)
     yield f"held-out loss, nats a byte: {losses}"
+    if own.predicted_ms is not None:
+        error = own.predicted_ms / own.graphs_ms.median - 1
+        source = result.options.costs or "formulas; overlap hardware --measure makes a cost table"
+        yield (
+            f"fw+bw: forward and backward, which are compiled, without averaging of gradients and "
+            f"optimizer; predicted from {source}: {100 * error:+.0f} % for {_name(own, result)}"
+        )
     yield f"peak memory: {memory.METHOD}"
     if communicates(result):
         yield "exposed: on the link while the caller was blocked in a wait"

@@ -36,6 +36,7 @@ from overlap.config import Config
 from overlap.cost_table import Call, CostTable, Step
 from overlap.errors import ConfigError
 from overlap.runtime import detect, fake, groups, launch, link, link_group
+from overlap.tables import Grid, ms
 from overlap.target import MeshSpec
 
 WARM_STEPS = 3
@@ -79,6 +80,42 @@ def run(options: MeasureOptions) -> CostTable:
         target.make_step(options.target, options.config, options.mesh)
     launched = launch.LaunchOptions(num_ranks=options.mesh.num_ranks, env=RANK_ENV)
     return launch.launch(_on_rank, options, options=launched)[0]
+
+
+def is_first_rank() -> bool:
+    """Whether this process writes the table: not one of several that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def grid(table: CostTable) -> Grid:
+    """What each number of slices takes, predicted from the table and measured beside it."""
+    rows = [
+        (
+            structure,
+            str(slices),
+            ms(step.predicted_us),
+            ms(step.measured_us),
+            f"{100 * (step.predicted_us / step.measured_us - 1):+.1f} %",
+        )
+        for structure, steps in table.programs.items()
+        for slices, step in sorted(steps.items())
+    ]
+    return Grid(("program", "slices", "predicted", "measured", "error"), tuple(rows), 1)
+
+
+def summary(table: CostTable) -> dict[str, Any]:
+    """The table without its calls, as plain data."""
+    return {
+        "sha256": table.digest,
+        "place": dataclasses.asdict(table.place),
+        "dims": dict(table.dims),
+        "num_calls": len(table.calls),
+        "programs": [
+            {"program": structure, "slices": slices, **dataclasses.asdict(step)}
+            for structure, steps in table.programs.items()
+            for slices, step in sorted(steps.items())
+        ],
+    }
 
 
 def _on_rank(options: MeasureOptions) -> CostTable:
