@@ -72,7 +72,8 @@ def compile_with(
     _restart_with_symbolic_sizes(gm, example_inputs)
     _unify_sizes(gm)
     began = time.perf_counter()
-    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
+    names = agree.structure_of(gm), agree.program_of(gm)
+    record = Compilation.begin(config, example_inputs, *names)
     compiled = _compile(gm, example_inputs, record, runner)
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
@@ -260,7 +261,7 @@ def _use_table(gm: fx.GraphModule, ctx: Context, record: Compilation) -> None:
     assert record.config.costs is not None
     inputs = [graph.fake_value(node) for node in graph.placeholders(gm.graph)]
     here = detect.known_place(_device_of(inputs))
-    record.table.check(record.config.costs, here, record.structure)
+    record.table.check(record.config.costs, here, record.program)
     ctx.provide(record.table)
 
 

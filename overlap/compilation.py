@@ -101,6 +101,7 @@ class Compilation:
 
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
+    program: structure and shapes of parameters, as a cost table names it.
     table: the cost table of `config.costs`, None if formulas are used.
     local_sizes: of this rank's batch; graphs are priced at nominal ones.
     places: per group, how many programs ran collectives of it before this one did.
@@ -112,6 +113,7 @@ class Compilation:
     code: int | None
     parameters: tuple[weakref.ref[torch.nn.Parameter], ...]
     structure: str = ""
+    program: str = ""
     profile: Profile | None = None
     table: CostTable | None = None
     local_sizes: Sizes | None = None
@@ -126,14 +128,18 @@ class Compilation:
 
     @classmethod
     def begin(
-        cls, config: Config, example_inputs: Sequence[Any], structure: str = ""
+        cls,
+        config: Config,
+        example_inputs: Sequence[Any],
+        structure: str = "",
+        program: str = "",
     ) -> Compilation:
         compile_id = CompileContext.current_compile_id()
         code = compile_id.frame_id if compile_id else None
         parameters = tuple(
             weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)
         )
-        record = cls(config, code, parameters, structure)
+        record = cls(config, code, parameters, structure, program)
         _RECORDS.append(record)
         return record
 
@@ -225,7 +231,7 @@ def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[
             return earlier.slices
     assert record.profile is not None
     if record.table is not None:
-        steps = record.table.programs[record.structure]
+        steps = record.table.programs[record.program]
         return best_slices({slices: step.predicted_us for slices, step in steps.items()})
     load = Load.of(gm, record.profile, group_size, record.is_trained)
     return best_slices({slices: load.predicted_us(slices) for slices in CANDIDATE_SLICES})

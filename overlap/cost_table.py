@@ -81,7 +81,7 @@ class CostTable:
     place: where they were measured.
     dims: the nominal size of a symbolic dimension, by its index in a graph's inputs.
     contention: compute beside communication takes 1 + contention times as long.
-    programs: by the structure of a captured program and by the number of slices.
+    programs: by the digest of a captured program (`agree.program_of`) and the number of slices.
     calls: by what they are; see `pricing.call_of`.
     """
 
@@ -102,7 +102,7 @@ class CostTable:
         """What tells this table from all others: the SHA-256 of its file."""
         return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def check(self, name: str, here: Mapping[str, Any], structure: str) -> None:
+    def check(self, name: str, here: Mapping[str, Any], program: str) -> None:
         """Raises ConfigError, naming the field, unless the table is for this place and program.
 
         name: what messages call the table. here: the fields of `Place` that are known.
@@ -114,10 +114,10 @@ class CostTable:
                     f"cost table {name!r} is from another place: {field} is {expected!r} in the "
                     f"table and {found!r} here; {_AGAIN}"
                 )
-        if structure not in self.programs:
+        if program not in self.programs:
             raise ConfigError(
-                f"cost table {name!r} is for another program: structure is "
-                f"{' or '.join(map(repr, self.programs))} in the table and {structure!r} here; "
+                f"cost table {name!r} is for another graph: program is "
+                f"{' or '.join(map(repr, self.programs))} in the table and {program!r} here; "
                 f"{_AGAIN}"
             )
 
@@ -151,8 +151,8 @@ def _parse(text: str, name: str) -> CostTable:
             dims={int(dim): int(size) for dim, size in fields["dims"].items()},
             contention=float(fields["contention"]),
             programs={
-                structure: {int(slices): _value(Step, step) for slices, step in steps.items()}
-                for structure, steps in fields["programs"].items()
+                program: {int(slices): _value(Step, step) for slices, step in steps.items()}
+                for program, steps in fields["programs"].items()
             },
             calls={call: _value(Call, figures) for call, figures in fields["calls"].items()},
         )

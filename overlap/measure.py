@@ -91,13 +91,13 @@ def grid(table: CostTable) -> Grid:
     """What each number of slices takes, predicted from the table and measured beside it."""
     rows = [
         (
-            structure,
+            program,
             str(slices),
             ms(step.predicted_us),
             ms(step.measured_us),
             f"{100 * (step.predicted_us / step.measured_us - 1):+.1f} %",
         )
-        for structure, steps in table.programs.items()
+        for program, steps in table.programs.items()
         for slices, step in sorted(steps.items())
     ]
     return Grid(("program", "slices", "predicted", "measured", "error"), tuple(rows), 1)
@@ -111,8 +111,8 @@ def summary(table: CostTable) -> dict[str, Any]:
         "dims": dict(table.dims),
         "num_calls": len(table.calls),
         "programs": [
-            {"program": structure, "slices": slices, **dataclasses.asdict(step)}
-            for structure, steps in table.programs.items()
+            {"program": program, "slices": slices, **dataclasses.asdict(step)}
+            for program, steps in table.programs.items()
             for slices, step in sorted(steps.items())
         ],
     }
@@ -429,11 +429,17 @@ def _decisive(ranks: Sequence[Call]) -> Call:
 
 
 def _programs(found: Sequence[_Measured], table: CostTable) -> dict[str, dict[int, Step]]:
-    """What each program takes in each number of slices; measured, on the slowest rank."""
+    """What each program takes in each number of slices, on the slowest rank. All ranks have the
+    same programs in the same order, though the names may differ with what a rank holds."""
+    own = [
+        (one.record.program, one.record.slices, one.predicted_us(table), one.measured_us())
+        for one in found
+    ]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
     programs: dict[str, dict[int, Step]] = {}
-    for one in found:
-        measured_us = torch.tensor(one.measured_us(), dtype=torch.float64)
-        dist.all_reduce(measured_us, dist.ReduceOp.MAX)
-        step = Step(one.predicted_us(table), measured_us.item())
-        programs.setdefault(one.record.structure, {})[one.record.slices] = step
+    for same in zip(*ranks, strict=True):
+        step = Step(max(us for _, _, us, _ in same), max(us for _, _, _, us in same))
+        for program, slices, _, _ in same:
+            programs.setdefault(program, {})[slices] = step
     return programs

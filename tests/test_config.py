@@ -61,7 +61,7 @@ NOT_YET: list[tuple[dict[str, Any], str]] = [
         "preset='fsdp' is not built yet; use preset='moe', which slices and schedules every "
         "collective",
     ),
-    ({"costs": "table.json"}, "costs= is not built yet; leave it at None"),
+    ({"costs": 3}, "option 'costs' expects a path or None, found 3"),
     ({"artifact": "step.overlap"}, "artifact= is not built yet; leave it at None"),
 ]
 

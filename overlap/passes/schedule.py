@@ -65,6 +65,8 @@ class Schedule:
         program = self._settle_starts(gm, costs)
         machine = simulate.Machine.measured(table) if table else simulate.Machine.of(profile)
         result = schedule.schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
+        if costs.sources and costs.sources.formulas:
+            ctx.remark("note", f"not in the cost table: {costs.sources}; measure again")
         for reason in result.reasons:
             ctx.remark("skipped", reason)
         nodes = list(gm.graph.nodes)

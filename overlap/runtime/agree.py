@@ -90,6 +90,16 @@ def structure_of(gm: fx.GraphModule) -> str:
     return _digest(lines)
 
 
+def program_of(gm: fx.GraphModule) -> str:
+    """A digest of the structure and of the shapes of parameters and buffers: what a cost table is
+    for. Equal for every batch; ranks that hold other shards may have programs of their own."""
+    held = [node for node in graph.placeholders(gm.graph) if graph.is_module_state(node)]
+    shapes = [
+        str(tuple(t.shape)) for node in held for t in graph.tensors_of(graph.fake_value(node))
+    ]
+    return _digest([structure_of(gm), *shapes])
+
+
 def _operator(node: fx.Node) -> str:
     match node.op:
         case "call_function":
