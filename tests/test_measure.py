@@ -37,7 +37,7 @@ def make_block() -> nn.Module:
 def make_step(compile_module: measure.Compile) -> Callable[[], None]:
     block = make_block()
     forward = compile_module(block)
-    x = torch.randn(BATCH, SEQ, WIDTH, requires_grad=True)
+    x = torch.randn(BATCH, SEQ, WIDTH)
     return functools.partial(measure.run_step, block, lambda x: forward(x).sum(), [x])
 
 
