@@ -105,7 +105,7 @@ class Compilation:
     table: the cost table of `config.costs`, None if formulas are used.
     local_sizes: of this rank's batch; graphs are priced at nominal ones.
     places: per group, how many programs ran collectives of it before this one did.
-    slices: how many slices were asked for or chosen.
+    slices, axis: how many slices were asked for or chosen, and along what.
     base_peak_bytes: peak in program order, before scheduling.
     """
 
@@ -118,6 +118,7 @@ class Compilation:
     table: CostTable | None = None
     local_sizes: Sizes | None = None
     slices: int = 1
+    axis: str = "batch"
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0
@@ -177,6 +178,7 @@ class Compilation:
         ranks. Raises DivergenceError if they decided otherwise."""
         options = {
             "slices": self.slices,
+            "axis": self.axis,
             "check_steps": self.config.check_steps,
             "costs": self.table.digest if self.table else "none",
         }

@@ -197,7 +197,8 @@ class Region:
 class Report:
     """What was decided for one compiled program, and what it is worth.
 
-    slices: asked for, or chosen. profile: name of the hardware profile behind the predictions.
+    slices, axis: asked for, or chosen.
+    profile: name of the hardware profile behind the predictions.
     costs: the cost table behind them and what of it was used, "" if it is the profile's formulas.
     reassociated: sums over sliced rows that may be added in another order.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
@@ -205,6 +206,7 @@ class Report:
     """
 
     slices: int
+    axis: str
     numerics: str
     profile: str
     graphs: tuple[GraphReport, ...]
@@ -239,6 +241,7 @@ class Report:
         """Plain data: everything but the dumps and the timelines."""
         return {
             "slices": self.slices,
+            "axis": self.axis,
             "numerics": self.numerics,
             "profile": self.profile,
             "costs": self.costs,
@@ -372,6 +375,7 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
     scheduled = [one for one in record.graphs if one.scheduled is not None]
     report = Report(
         slices=record.slices,
+        axis=record.axis,
         numerics=record.config.numerics,
         profile=record.profile.name if record.profile else "",
         costs=_costs(record),
@@ -500,8 +504,16 @@ def collective_rows(report: Report) -> list[CollectiveRow]:
     ]
 
 
+_AXES = {
+    "batch": "the batch",
+    "token": "the tokens of each exchange",
+    "expert": "the experts of each rank",
+}
+
+
 def headline(report: Report) -> str:
-    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along the batch"
+    along = _AXES[report.axis]
+    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along {along}"
     return (
         f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "
         f"compiled in {report.compile_s:.1f} s"
@@ -541,6 +553,8 @@ def reassociated_line(report: Report) -> str:
     """What may round otherwise than in the program as written, in words."""
     if report.slices == 1 or report.numerics == "exact":
         return "no sum is added in another order than in the program as written"
+    if not report.reassociated and report.axis == "expert":
+        return "no sum is added in another order: slices of experts leave every sum as it is"
     if not report.reassociated:
         return "sums over sliced rows may be added in another order, in fp32 or better"
     return f"added in another order, in fp32 or better: {', '.join(report.reassociated)}"
