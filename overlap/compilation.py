@@ -273,7 +273,12 @@ class Load:
             compute_us=sum(costs.of(node).compute_us for node in gm.graph.nodes),
             launch_us=profile.launch_us * len(gm.graph.nodes),
             comm_us=sum(costs.of(node).collective_us for node in starts),
-            latency_us=profile.latency_us * len(starts),
+            latency_us=sum(
+                profile.latency_of(
+                    collectives.kind_of(start).value, group_size(collectives.group_of(start))
+                )
+                for start in starts
+            ),
             is_trained=is_trained,
         )
 

@@ -357,7 +357,7 @@ def unit_us(node: fx.Node) -> float:
 
 def _collective_us(node: fx.Node, profile: Profile, num_ranks: int, sizes: Sizes) -> float:
     volume = volume_of(node, num_ranks, sizes)
-    return profile.latency_us + volume / profile.link_bytes_per_us(num_ranks)
+    return profile.collective_us(collectives.kind_of(node).value, num_ranks, volume)
 
 
 def volume_of(start: fx.Node, num_ranks: int, sizes: Sizes) -> float:

@@ -190,10 +190,8 @@ class _Prices:
             tensors = graph.tensors_of(cost.fake_arguments(node)[0])
             dtype = next((tensor.dtype for tensor in tensors), torch.float32)
             return Work(call.flops, call.num_bytes, dtype).us(self._profile)
-        num_ranks = self._group_size(collectives.group_of(node))
-        return self._profile.latency_us + call.num_bytes / self._profile.link_bytes_per_us(
-            num_ranks
-        )
+        kind, num_ranks = collectives.kind_of(node), self._group_size(collectives.group_of(node))
+        return self._profile.collective_us(kind.value, num_ranks, call.num_bytes)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -143,7 +143,8 @@ def test_an_in_place_write_is_not_a_view():
 def test_a_collective_costs_its_volume_over_its_link(collective: Any, volume: float):
     gm = trace(collective, torch.zeros(1024, 1024))
     (start,) = filter(collectives.is_start, gm.graph.nodes)
-    expected = H100.latency_us + volume * 4 * 1024 * 1024 / H100.link_bytes_per_us(8)
+    kind = collectives.kind_of(start).value
+    expected = H100.collective_us(kind, 8, volume * 4 * 1024 * 1024)
     assert estimate(gm).of(start).collective_us == pytest.approx(expected)
     assert estimate(gm).of(start).link == "node"
 
