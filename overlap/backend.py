@@ -160,7 +160,7 @@ class _Session:
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
         profile, table = self.ctx.fact(Profile), self.ctx.fact_or_none(CostTable)
-        self.ctx.provide(pricing.sizes_of(gm, profile, table))
+        self.ctx.provide(pricing.sizes_of(gm, profile, table, self.record.skew))
         self.record.local_sizes = cost.local_sizes(gm, profile.nominal_size)
 
     def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
@@ -233,6 +233,7 @@ def _prepare(
     if config.preset == "none":
         ctx.remark("note", "preset='none' leaves the program as it is")
         return gm, presets.NONE
+    record.axis = "batch" if config.axis == "auto" else config.axis
     try:
         captured = capture.to_aten(gm)
     except capture.CaptureError as error:
@@ -247,7 +248,6 @@ def _prepare(
     _use_table(captured.gm, ctx, record)
     slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
     record.slices = slices
-    record.axis = "batch" if config.axis == "auto" else config.axis
     preset = presets.moe(slices, record.axis)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
@@ -262,7 +262,7 @@ def _use_table(gm: fx.GraphModule, ctx: Context, record: Compilation) -> None:
     assert record.config.costs is not None
     inputs = [graph.fake_value(node) for node in graph.placeholders(gm.graph)]
     here = detect.known_place(_device_of(inputs))
-    record.table.check(record.config.costs, here, record.program)
+    record.table.check(record.config.costs, here, record.program, record.axis)
     ctx.provide(record.table)
 
 

@@ -175,6 +175,8 @@ class Hardware:
     """Bandwidth of an emulated link between the ranks in Mbit/s; by default plain gloo."""
     steps: int = 9
     """Timed steps of each number of slices."""
+    axis: str = "auto"
+    """What slices are cut along: auto, batch, token or expert."""
     probe: bool = False
     """Probe this machine for exact kernels (not built yet)."""
     json: bool = False
@@ -215,14 +217,20 @@ class Hardware:
             raise ConfigError(f"--measure takes no profile; found {self.name!r}")
         _check_files(self.output)
         options = measure.MeasureOptions(
-            target, self.config, _mesh(self.mesh, self.world), self.link, self.steps
+            target,
+            self.config,
+            _mesh(self.mesh, self.world),
+            self.link,
+            self.steps,
+            axis=self.axis,
         )
         table = measure.run(options)
         if measure.is_first_rank():
             table.save(self.output)
             document = measure.summary(table) | {"file": str(self.output)}
             out.emit(document, measure.grid(table))
-            out.say(f"\n{len(table.calls)} distinct calls, in {self.output}: costs='{self.output}'")
+            out.say(f"\n{measure.skew_line(table)}")
+            out.say(f"{len(table.calls)} distinct calls, in {self.output}: costs='{self.output}'")
 
 
 Command = (

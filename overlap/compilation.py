@@ -150,6 +150,17 @@ class Compilation:
         parameters = (reference() for reference in self.parameters)
         return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
+    @property
+    def skew(self) -> float:
+        """How many times as many routed rows the rank has that decisions are made for, as one has
+        that costs speak of without it."""
+        if self.config.skew is None:
+            return 1.0
+        if self.table is not None:
+            return self.table.skew(self.config.skew)
+        assert not isinstance(self.config.skew, str)
+        return self.config.skew
+
     def add_graph(
         self,
         kind: str,
@@ -163,12 +174,17 @@ class Compilation:
         )
 
     def play(
-        self, gm: fx.GraphModule, group_size: Callable[[str], int], table: CostTable | None
+        self,
+        gm: fx.GraphModule,
+        group_size: Callable[[str], int],
+        table: CostTable | None,
+        skew: float = 1.0,
     ) -> Timeline:
-        """A graph of this compilation in the order of its nodes, at the sizes of this rank's batch,
-        with costs from `table`, or from formulas."""
-        assert self.profile is not None
-        costs = pricing.estimate(gm, self.profile, group_size, self.local_sizes, table)
+        """A graph of this compilation in the order of its nodes, at the sizes of this rank's batch
+        and `skew` times as many routed rows, with costs from `table`, or from formulas."""
+        assert self.profile is not None and self.local_sizes is not None
+        sizes = self.local_sizes.skewed(skew)
+        costs = pricing.estimate(gm, self.profile, group_size, sizes, table)
         program = simulate.extract(gm, costs)
         machine = Machine.measured(table) if table else Machine.of(self.profile)
         return simulate.simulate(program, range(len(program)), machine)
@@ -234,8 +250,8 @@ def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[
     assert record.profile is not None
     if record.table is not None:
         steps = record.table.programs[record.program]
-        return best_slices({slices: step.predicted_us for slices, step in steps.items()})
-    load = Load.of(gm, record.profile, group_size, record.is_trained)
+        return best_slices({slices: step.at_skew(record.skew) for slices, step in steps.items()})
+    load = Load.of(gm, record.profile, group_size, record.is_trained, record.skew)
     return best_slices({slices: load.predicted_us(slices) for slices in CANDIDATE_SLICES})
 
 
@@ -266,8 +282,10 @@ class Load:
         profile: Profile,
         group_size: Callable[[str], int],
         is_trained: bool = True,
+        skew: float = 1.0,
     ) -> Load:
-        costs = cost.estimate(gm, profile, group_size)
+        sizes = pricing.sizes_of(gm, profile, table=None, skew=skew)
+        costs = cost.estimate(gm, profile, group_size, sizes)
         starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
         return cls(
             compute_us=sum(costs.of(node).compute_us for node in gm.graph.nodes),

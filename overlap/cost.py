@@ -9,6 +9,7 @@ size is *nominal*: a symbol's value is a constant of this module, never the symb
     measured size   instead of both, where a cost table says what it was measured at
     balanced        a symbol that the data decides (`u0`, rows that a router sends): the splits of
                     an all-to-all share its rows evenly, so do the pieces of a split
+    skewed          the rows that a rank receives, times what is said of the busiest rank
 
 Work becomes time by a roofline: the larger of flops over the reached peak and bytes moved over the
 reached memory bandwidth. Views, scalars and allocation cost nothing. A collective costs a latency
@@ -17,6 +18,7 @@ plus its volume over its link.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -132,8 +134,16 @@ class Sizes:
         self._nominal_size = nominal_size
         self._dims = {0: NOMINAL_BATCH} if dims is None else dims
         self._is_local = is_local
+        self._skew = 1.0
         self._values: dict[sympy.Basic, int] = {}
+        self._routed: set[sympy.Basic] = set()
         self._cache: dict[sympy.Expr, int] = {}
+
+    def skewed(self, skew: float) -> Sizes:
+        """These sizes on a rank that receives `skew` times as many routed rows."""
+        other = copy.copy(self)
+        other._skew, other._cache = self._skew * skew, {}
+        return other
 
     def size(self, size: int | torch.SymInt) -> int:
         """The nominal value of a size; a symbol that nobody bound gets the nominal size."""
@@ -156,7 +166,13 @@ class Sizes:
             count *= self.size(size)
         return count
 
-    def bind(self, size: int | torch.SymInt, value: int) -> None:
+    def is_routed(self, size: int | torch.SymInt) -> bool:
+        """Whether the size counts rows that a rank receives, so that skew changes it."""
+        return not isinstance(size, int) and not self._routed.isdisjoint(
+            size.node.expr.free_symbols
+        )
+
+    def bind(self, size: int | torch.SymInt, value: int, is_routed: bool = False) -> None:
         """Choose the data-dependent symbols of `size`, a sum of them, so that it is `value`."""
         if isinstance(size, int):
             return
@@ -168,6 +184,7 @@ class Sizes:
         rest = value - self._evaluate(known, size)
         for symbol in unbound:
             self._values[symbol] = max(0, int(rest // share))
+        self._routed.update(unbound if is_routed else ())
 
     def _unbound(self, size: torch.SymInt) -> list[sympy.Symbol]:
         symbols = free_unbacked_symbols(size)
@@ -178,6 +195,8 @@ class Sizes:
         return int(cast(sympy.Integer, expr.xreplace(values)))
 
     def _value(self, symbol: sympy.Basic, size: torch.SymInt) -> int:
+        if symbol in self._routed:
+            return round(self._values[symbol] * self._skew)
         if symbol in self._values:
             return self._values[symbol]
         if self._is_local and (hint := hint_of(symbol, size)) is not None:
@@ -237,19 +256,20 @@ def _bind_shares(node: fx.Node, sizes: Sizes) -> None:
     args: Any = fake_arguments(node)[0]
     if graph.is_call(node, _aten.split_with_sizes):
         dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
-        totals, parts = [args[0].shape[dim]], [args[1]]
+        sides = [(args[0].shape[dim], args[1])]
     else:
-        # Balanced routing: a rank receives as many rows as it sends.
-        totals = [args[0].shape[0], graph.fake_value(node).shape[0]]
-        parts = [part for part in args[1:3] if isinstance(part, list | tuple)]
-    known = next((sizes.size(total) for total in totals if sizes.is_known(total)), None)
+        received, sent = (part if isinstance(part, list | tuple) else () for part in args[1:3])
+        sides = [(args[0].shape[0], sent), (graph.fake_value(node).shape[0], received)]
+    known = next((total for total, _ in sides if sizes.is_known(total)), None)
     if known is None:
         return
-    for part in parts:
-        for size in part:
-            sizes.bind(size, known // len(part))
-    for total in totals:
-        sizes.bind(total, known)
+    # Balanced routing: a rank receives as many rows as it sends, and skew makes it other than that.
+    num_rows, is_routed = sizes.size(known), sizes.is_routed(known)
+    for total, parts in sides:
+        is_side_routed = sizes.is_routed(total) if sizes.is_known(total) else not is_routed
+        for size in parts:
+            sizes.bind(size, num_rows // len(parts), is_side_routed)
+        sizes.bind(total, num_rows, is_side_routed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,9 +381,11 @@ def _collective_us(node: fx.Node, profile: Profile, num_ranks: int, sizes: Sizes
 
 
 def volume_of(start: fx.Node, num_ranks: int, sizes: Sizes) -> float:
-    """Bytes that one rank of `num_ranks` sends."""
-    operand_bytes = sizes.num_bytes(collectives.operand_of(start))
-    return collectives.kind_of(start).volume(operand_bytes, num_ranks)
+    """Bytes that one rank of `num_ranks` sends, or receives, where a router sends it more."""
+    kind, num_bytes = collectives.kind_of(start), sizes.num_bytes(collectives.operand_of(start))
+    if kind is Kind.ALL_TO_ALL:
+        num_bytes = max([num_bytes, *_result_bytes(start, sizes)])
+    return kind.volume(num_bytes, num_ranks)
 
 
 def work_of(node: fx.Node, sizes: Sizes) -> Work:

@@ -10,6 +10,10 @@ A time is the lower quartile over the steps: a machine is disturbed one way only
 averaged over the nodes that make it, and that of the slowest rank: the others wait for it. A
 collective's is that of the rank that came last to it. Host time to issue a call is part of it, as
 is freeing what dies with it.
+
+How much communication slows compute beside it is measured by itself: products of small matrices,
+alone and beside an all-to-all. Of every routed exchange the rows are noted, so that a schedule can
+be chosen for another skew than that of the steps that were measured.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
@@ -33,13 +38,15 @@ from overlap import backend, collectives, compilation, cost, graph, pricing, tar
 from overlap.collectives import Kind
 from overlap.compilation import CANDIDATE_SLICES, Compilation
 from overlap.config import Config
-from overlap.cost_table import Call, CostTable, Step
+from overlap.cost_table import SKEWS, Call, CostTable, Step
 from overlap.errors import ConfigError
 from overlap.runtime import detect, fake, groups, launch, link, link_group
 from overlap.tables import Grid, ms
 from overlap.target import MeshSpec
 
 WARM_STEPS = 3
+CONTENTION_REPEATS, CONTENDING_BYTES, PRODUCT_SIZE = 9, 2**22, 128
+QUANTILES = (50, 90, 99)
 RANK_ENV = {"MKL_CBWR": "AVX512,STRICT"}  # as in the demo: the kernels are part of the place
 
 
@@ -51,7 +58,7 @@ class MeasureOptions:
     mesh: how the ranks are laid out.
     link_mbit: bandwidth of an emulated link between the ranks; None for plain gloo.
     steps: timed steps, and plain ones, of each number of slices.
-    slices: the numbers of slices to measure.
+    slices, axis: the numbers of slices to measure, and along what.
     """
 
     target: str
@@ -60,10 +67,12 @@ class MeasureOptions:
     link_mbit: float | None = None
     steps: int = 9
     slices: tuple[int, ...] = CANDIDATE_SLICES
+    axis: str = "auto"
 
     def __post_init__(self) -> None:
         if self.link_mbit is not None:
             link.LinkConfig(self.link_mbit)
+        Config(axis=self.axis)
         if self.steps < 1:
             raise ConfigError(f"steps is {self.steps!r}; expected at least 1")
 
@@ -109,6 +118,9 @@ def summary(table: CostTable) -> dict[str, Any]:
         "sha256": table.digest,
         "place": dataclasses.asdict(table.place),
         "dims": dict(table.dims),
+        "axis": table.axis,
+        "contention": table.contention,
+        "skew": {f"p{q}": _quantile(table.skews, q) for q in QUANTILES} if table.skews else None,
         "num_calls": len(table.calls),
         "programs": [
             {"program": program, "slices": slices, **dataclasses.asdict(step)}
@@ -116,6 +128,18 @@ def summary(table: CostTable) -> dict[str, Any]:
             for slices, step in sorted(steps.items())
         ],
     }
+
+
+def skew_line(table: CostTable) -> str:
+    """What the table saw of routing, in words."""
+    if not table.skews:
+        return "no routed exchange"
+    quantiles = ", ".join(f"p{q} {_quantile(table.skews, q):.2f}" for q in QUANTILES)
+    return f"busiest rank over its even share of routed rows: {quantiles}"
+
+
+def _quantile(skews: Sequence[float], percent: int) -> float:
+    return float(np.quantile(skews, percent / 100))
 
 
 def _on_rank(options: MeasureOptions) -> CostTable:
@@ -130,7 +154,7 @@ def _on_rank(options: MeasureOptions) -> CostTable:
         return functools.partial(run_step, module, compile_module(module), step.example_inputs)
 
     try:
-        return measure(make_step, Config(), options.steps, options.slices)
+        return measure(make_step, Config(axis=options.axis), options.steps, options.slices)
     finally:
         dist.destroy_process_group()
 
@@ -169,8 +193,15 @@ def measure(
     dims: dict[int, int] = {}
     for one in found:
         dims |= one.dims()
-    where = detect.place(torch.device("cpu"))
-    table = CostTable(where, dims, contention=0.0, programs={}, calls=calls)
+    table = CostTable(
+        place=detect.place(torch.device("cpu")),
+        dims=dims,
+        axis=found[0].record.axis,
+        skews=_skews([pair for one in found for pair in one.routed_rows()]),
+        contention=_contention(),
+        programs={},
+        calls=calls,
+    )
     table = dataclasses.replace(table, programs=_programs(found, table))
     shared: list[Any] = [table]
     dist.broadcast_object_list(shared, src=0)
@@ -212,11 +243,13 @@ def _measure_slices(
 @dataclasses.dataclass
 class Seen:
     """What was seen of one graph, in microseconds: whole runs, and by name each node's runs: the
-    call, and of a collective the time from its start to its end, without the two calls."""
+    call, and of a collective the time from its start to its end, without the two calls. rows: of a
+    routed exchange, how many rows this rank sent and received."""
 
     spans_us: list[float] = dataclasses.field(default_factory=list[float])
     calls_us: dict[str, list[float]] = dataclasses.field(default_factory=dict[str, list[float]])
     links_us: dict[str, list[float]] = dataclasses.field(default_factory=dict[str, list[float]])
+    rows: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict[str, tuple[int, int]])
 
 
 class Stopwatch:
@@ -286,6 +319,8 @@ class TimedGraph:
         for wait in waits:
             wait(values[node])
         arrived = time.perf_counter()
+        if _is_routed(node):
+            self._seen.rows[node.name] = len(args[0]), len(values[node])
         del args, kwargs
         dying = time.perf_counter()
         for dead in self._dead.get(node, ()):
@@ -300,6 +335,15 @@ def _is_timed_alone(node: fx.Node) -> bool:
     """Whether all ranks of a group can wait for a collective where it starts. A peer that is sent
     to may be waiting for something else."""
     return collectives.is_start(node) and collectives.kind_of(node) is not Kind.P2P
+
+
+def _is_routed(node: fx.Node) -> bool:
+    """Whether a node is an all-to-all whose splits come from data."""
+    if not collectives.is_start(node) or collectives.kind_of(node) is not Kind.ALL_TO_ALL:
+        return False
+    return isinstance(node.args[1], list | tuple) and any(
+        isinstance(size, fx.Node) for size in node.args[1]
+    )
 
 
 def _last_uses(body: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -331,8 +375,8 @@ class _Measured:
         runs = zip(*(seen.spans_us for _, seen in self._graphs), strict=True)
         return lower_quartile(list(map(sum, runs)))
 
-    def predicted_us(self, table: CostTable) -> float:
-        played = [self.record.play(gm, groups.size_of, table) for gm, _ in self._graphs]
+    def predicted_us(self, table: CostTable, skew: float) -> float:
+        played = [self.record.play(gm, groups.size_of, table, skew) for gm, _ in self._graphs]
         return sum(timeline.makespan_us for timeline in played)
 
     def calls(self) -> Iterator[tuple[str, Call]]:
@@ -345,6 +389,9 @@ class _Measured:
                 is_start = collectives.is_start(node)
                 if name and not (is_start and node.name not in seen.links_us):
                     yield name, _call_of_node(node, seen, sizes)
+
+    def routed_rows(self) -> list[tuple[int, int]]:
+        return [rows for _, seen in self._graphs for rows in seen.rows.values()]
 
     def dims(self) -> dict[int, int]:
         """The sizes that graph inputs had, by dimension, where they are symbolic."""
@@ -428,18 +475,65 @@ def _decisive(ranks: Sequence[Call]) -> Call:
     )
 
 
+def _skews(routed_rows: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+    """Of each exchange, the rows of its busiest rank over the even share, ascending. `routed_rows`
+    are those that this rank sent and received."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, routed_rows)
+    skews: list[float] = []
+    for exchange in zip(*ranks, strict=True):
+        share = sum(sent for sent, _ in exchange) / len(exchange)
+        if share:
+            skews.append(max(map(max, exchange)) / share)
+    return tuple(sorted(skews))
+
+
+def _contention() -> float:
+    """How much longer compute takes beside an all-to-all of all ranks, as a part of its time alone:
+    that of the rank it is most for."""
+    sent = torch.ones(dist.get_world_size(), CONTENDING_BYTES // 4 // dist.get_world_size())
+    received = torch.empty_like(sent)
+    a, b, result = (torch.ones(PRODUCT_SIZE, PRODUCT_SIZE) for _ in range(3))
+
+    def multiply() -> float:
+        began = time.perf_counter()
+        torch.mm(a, b, out=result)
+        return (time.perf_counter() - began) * 1e6
+
+    beside_us: list[float] = []
+    alone_us: list[float] = []
+    for _ in range(CONTENTION_REPEATS):
+        dist.barrier()
+        work: Any = dist.all_to_all_single(received, sent, async_op=True)
+        seen = [multiply()]
+        while not work.is_completed():
+            seen.append(multiply())
+        work.wait()
+        beside_us.append(statistics.fmean(seen))
+        alone_us.append(statistics.fmean(multiply() for _ in seen))
+    own = torch.tensor(lower_quartile(beside_us) / lower_quartile(alone_us) - 1)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return max(0.0, own.item())
+
+
 def _programs(found: Sequence[_Measured], table: CostTable) -> dict[str, dict[int, Step]]:
     """What each program takes in each number of slices, on the slowest rank. All ranks have the
     same programs in the same order, though the names may differ with what a rank holds."""
     own = [
-        (one.record.program, one.record.slices, one.predicted_us(table), one.measured_us())
+        (
+            one.record.program,
+            one.record.slices,
+            tuple(one.predicted_us(table, skew) for skew in SKEWS),
+            one.measured_us(),
+        )
         for one in found
     ]
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, own)
     programs: dict[str, dict[int, Step]] = {}
     for same in zip(*ranks, strict=True):
-        step = Step(max(us for _, _, us, _ in same), max(us for _, _, _, us in same))
+        skewed_us = tuple(map(max, zip(*(us for _, _, us, _ in same), strict=True)))
+        step = Step(skewed_us[0], max(us for _, _, _, us in same), skewed_us)
         for program, slices, _, _ in same:
             programs.setdefault(program, {})[slices] = step
     return programs

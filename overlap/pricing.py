@@ -48,9 +48,13 @@ def estimate(
     return Costs(nodes, sources=prices.sources())
 
 
-def sizes_of(gm: fx.GraphModule, profile: Profile, table: CostTable | None) -> Sizes:
-    """The nominal sizes of `gm`: those that the table was measured at, if there is one."""
-    return cost.nominal_sizes(gm, profile.nominal_size, table.dims if table else None)
+def sizes_of(
+    gm: fx.GraphModule, profile: Profile, table: CostTable | None, skew: float = 1.0
+) -> Sizes:
+    """The nominal sizes of `gm`: those that the table was measured at, if there is one; of a rank
+    that receives `skew` times as many routed rows."""
+    sizes = cost.nominal_sizes(gm, profile.nominal_size, table.dims if table else None)
+    return sizes.skewed(skew)
 
 
 def call_of(node: fx.Node, group_size: Callable[[str], int], sizes: Sizes) -> str:

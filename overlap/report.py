@@ -540,7 +540,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
 def predicted_line(report: Report) -> str:
     """The step that is predicted for this rank's batch, beside the one that was measured."""
     graphs = " + ".join(f"{one.kind} {ms(one.local_us)}" for one in report.graphs)
-    line = f"predicted for this rank's batch, routing balanced: {graphs}"
+    routing = "as it was measured" if report.costs else "balanced"
+    line = f"predicted for this rank's batch, routing {routing}: {graphs}"
     line += f" = {ms(report.predicted_us)}" if len(report.graphs) > 1 else ""
     measured_us = report.measured.graphs_us if report.measured else None
     if measured_us is None:

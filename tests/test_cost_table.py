@@ -28,6 +28,8 @@ MM = "aten.mm(f32[16,8], f32[8,8])"
 TABLE = CostTable(
     place=PLACE,
     dims={0: 8},
+    axis="batch",
+    skews=(1.0, 1.25, 1.5),
     contention=0.25,
     programs={"abc": {1: Step(200.0, 210.0), 2: Step(150.0, 161.0)}},
     calls={
@@ -62,10 +64,10 @@ def test_a_file_is_read_back_and_is_known_by_its_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Place)])
 def test_a_table_of_another_place_is_refused_by_field(field: str) -> None:
     here = dataclasses.asdict(PLACE)
-    TABLE.check("t.json", here, "abc")
+    TABLE.check("t.json", here, "abc", "batch")
     here[field] = 7
     with pytest.raises(ConfigError) as refused:
-        TABLE.check("t.json", here, "abc")
+        TABLE.check("t.json", here, "abc", "batch")
     assert str(refused.value) == (
         f"cost table 't.json' is from another place: {field} is {getattr(PLACE, field)!r} in the "
         "table and 7 here; measure again with: overlap hardware --measure TARGET -o FILE"
@@ -75,7 +77,7 @@ def test_a_table_of_another_place_is_refused_by_field(field: str) -> None:
 def test_a_table_of_another_graph_is_refused() -> None:
     message = "is for another graph: program is 'abc' in the table and 'abd' here; measure again"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        TABLE.check("t.json", {}, "abd")
+        TABLE.check("t.json", {}, "abd", "batch")
 
 
 def _broken(**changes: Any) -> str:
