@@ -92,6 +92,8 @@ class _OfTarget:
     """Peak memory allowed, as a ratio of the unscheduled peak; None for no limit."""
     costs: Path | None = None
     """A cost table, as `overlap hardware --measure` writes it."""
+    skew: float | str | None = None
+    """Routed rows of the busiest rank over its even share, or a quantile of the cost table: p90."""
     json: bool = False
     """Print one JSON document and nothing else."""
 
@@ -322,6 +324,7 @@ def _look(options: _OfTarget, hardware: str) -> Preview:
         memory_budget=options.memory_budget,
         hardware=hardware,
         costs=None if options.costs is None else str(options.costs),
+        skew=options.skew,
     )
     return preview.preview(options.target, options.config, mesh, config)
 

@@ -307,6 +307,7 @@ class TimedGraph:
         raise AssertionError("a graph without an output")
 
     def _call(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        args: Any
         args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
         alone = collectives.waits_of(node) if _is_timed_alone(node) else []

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import fx
 
-from overlap import cost, cost_table, hardware, pricing
+from overlap import compilation, cost, cost_table, hardware, pricing
+from overlap.compilation import Compilation
+from overlap.config import Config
 from overlap.cost import Costs, Sizes, Sources
 from overlap.cost_table import Call, CostTable, Place, Step
 from overlap.errors import ConfigError
@@ -31,7 +33,7 @@ TABLE = CostTable(
     axis="batch",
     skews=(1.0, 1.25, 1.5),
     contention=0.25,
-    programs={"abc": {1: Step(200.0, 210.0), 2: Step(150.0, 161.0)}},
+    programs={"abc": {1: Step(200.0, 210.0), 2: Step(150.0, 161.0, (150.0, 160.0, 170.0, 190.0, 230.0))}},
     calls={
         MM: Call(40.0, 35.0, 3, flops=2 * 16 * 8 * 8, num_bytes=4 * (128 + 64 + 128)),
         "all_to_all/8(f32[16,8])": Call(500.0, 450.0, 2, num_bytes=448.0, issue_us=20.0),
@@ -80,6 +82,15 @@ def test_a_table_of_another_graph_is_refused() -> None:
         TABLE.check("t.json", {}, "abd", "batch")
 
 
+def test_a_table_of_other_slices_is_refused() -> None:
+    message = "axis is 'batch' in the table and 'token' here; measure again with: overlap hardware"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TABLE.check("t.json", {}, "abc", "token")
+
+
+_STEP: dict[str, Any] = {"predicted_us": 1.0, "measured_us": 2.0}
+
+
 def _broken(**changes: Any) -> str:
     return json.dumps(json.loads(TABLE.text) | changes)
 
@@ -93,6 +104,8 @@ def _broken(**changes: Any) -> str:
         (_broken(calls={MM: {"us": 3.0}}), "is damaged: TypeError"),
         (_broken(calls={MM: dataclasses.asdict(TABLE.calls[MM]) | {"us": "3"}}), "us is '3'"),
         (_broken(place={}), "is damaged: TypeError"),
+        (_broken(skews=3), "is damaged: TypeError"),
+        (_broken(programs={"abc": {1: _STEP | {"skewed_us": [1.0]}}}), "skewed_us has 1 figures"),
         (_broken(dims=[]), "is damaged: AttributeError"),
     ],
 )
@@ -106,6 +119,33 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str, message: str) -> N
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         cost_table.load(str(tmp_path / "none.json"))
+
+
+# --- skew -----------------------------------------------------------------------------------------
+
+
+def test_skew_is_relative_to_what_the_calls_were_measured_at() -> None:
+    assert TABLE.skew(2.5) == 2.0
+    assert TABLE.skew("p50") == 1.0
+    assert TABLE.skew("p100") == pytest.approx(1.5 / 1.25)
+    with pytest.raises(ConfigError, match="saw no routed exchange; give a number"):
+        dataclasses.replace(TABLE, skews=()).skew("p90")
+
+
+def test_the_number_of_slices_is_chosen_at_the_skew() -> None:
+    """Two slices are best for even routing, one where the busiest rank has twice the rows."""
+    steps = {
+        1: Step(200.0, 0, (200, 210, 220, 240, 280)),
+        2: Step(150.0, 0, (150, 200, 250, 350, 550)),
+    }
+    table = dataclasses.replace(TABLE, programs={"abc": steps}, skews=(1.0, 1.0, 2.0))
+
+    def slices(skew: float | str | None) -> int:
+        config = Config(costs="t.json", skew=skew)
+        record = Compilation(config, None, (), program="abc", profile=CPU, table=table)
+        return compilation.decide_slices(trace(torch.relu, torch.zeros(1)), record, lambda group: 8)
+
+    assert [slices(skew) for skew in (None, 1.0, "p50", "p100", 3.0)] == [2, 2, 2, 1, 1]
 
 
 # --- prices ---------------------------------------------------------------------------------------

@@ -71,13 +71,25 @@ def path(table: CostTable, tmp_path: Path) -> str:
 def test_the_table_says_where_and_at_which_sizes(table: CostTable) -> None:
     assert (table.place.ranks, table.place.backend, table.place.link) == (2, "gloo", "")
     assert table.place.torch == torch.__version__
-    assert table.dims == {0: BATCH, 1: SEQ}
+    assert (table.dims, table.axis) == ({0: BATCH, 1: SEQ}, "batch")
+    assert 0 <= table.contention < 20
     (steps,) = table.programs.values()
     assert list(steps) == [1, 2]
     assert all(step.predicted_us > 0 and step.measured_us > 0 for step in steps.values())
+    assert all(list(step.skewed_us) == sorted(step.skewed_us) for step in steps.values())
     assert all(call.us > 0 for call in table.calls.values())
     exchange = next(call for name, call in table.calls.items() if "f32[64,16]" in name)
     assert exchange.num_bytes == 64 * 16 * 4 / 2
+
+
+@pytest.mark.dist
+def test_the_table_says_how_uneven_routing_was(table: CostTable) -> None:
+    """Dispatch and combine, forward and backward, of one exchange and of two slices: 12. Of a row's
+    two experts each may be on either rank, so that the busiest rank gets at most twice its share."""
+    assert len(table.skews) == 12
+    assert table.skews == tuple(sorted(table.skews))
+    assert 1 < table.skews[-1] <= 2
+    assert cost_table.SKEWS[0] == 1.0
 
 
 @pytest.mark.dist
