@@ -229,8 +229,8 @@ def test_skew_is_of_what_a_rank_receives(two_ranks):
 
 
 def test_skew_of_a_backward_graph_is_of_the_same_rows(two_ranks):
-    gm = two_ranks[0][1]
-    sizes = cost.nominal_sizes(gm, H100.nominal_size)
+    forward, gm = two_ranks[0]
+    sizes = cost.nominal_sizes(forward, H100.nominal_size)
     even = cost.estimate(gm, H100, lambda group: 8, sizes)
     skewed = cost.estimate(gm, H100, lambda group: 8, sizes.skewed(2.0))
     starts = [node for node in gm.graph.nodes if collectives.is_start(node)]

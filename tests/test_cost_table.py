@@ -33,7 +33,9 @@ TABLE = CostTable(
     axis="batch",
     skews=(1.0, 1.25, 1.5),
     contention=0.25,
-    programs={"abc": {1: Step(200.0, 210.0), 2: Step(150.0, 161.0, (150.0, 160.0, 170.0, 190.0, 230.0))}},
+    programs={
+        "abc": {1: Step(200.0, 210.0), 2: Step(150.0, 161.0, (150.0, 160.0, 170.0, 190.0, 230.0))}
+    },
     calls={
         MM: Call(40.0, 35.0, 3, flops=2 * 16 * 8 * 8, num_bytes=4 * (128 + 64 + 128)),
         "all_to_all/8(f32[16,8])": Call(500.0, 450.0, 2, num_bytes=448.0, issue_us=20.0),
