@@ -533,7 +533,9 @@ def _programs(found: Sequence[_Measured], table: CostTable) -> dict[str, dict[in
     dist.all_gather_object(ranks, own)
     programs: dict[str, dict[int, Step]] = {}
     for same in zip(*ranks, strict=True):
-        skewed_us = tuple(map(max, zip(*(us for _, _, us, _ in same), strict=True)))
+        slowest_us = map(max, zip(*(us for _, _, us, _ in same), strict=True))
+        # More rows never take less: a call may be scaled from another one than at the skew before.
+        skewed_us = tuple(itertools.accumulate(slowest_us, max))
         step = Step(skewed_us[0], max(us for _, _, _, us in same), skewed_us)
         for program, slices, _, _ in same:
             programs.setdefault(program, {})[slices] = step

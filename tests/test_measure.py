@@ -76,7 +76,10 @@ def test_the_table_says_where_and_at_which_sizes(table: CostTable) -> None:
     (steps,) = table.programs.values()
     assert list(steps) == [1, 2]
     assert all(step.predicted_us > 0 and step.measured_us > 0 for step in steps.values())
-    assert all(list(step.skewed_us) == sorted(step.skewed_us) for step in steps.values())
+    for step in steps.values():
+        assert len(step.skewed_us) == len(cost_table.SKEWS)
+        assert list(step.skewed_us) == sorted(step.skewed_us)
+        assert step.skewed_us[0] == step.predicted_us
     assert all(call.us > 0 for call in table.calls.values())
     exchange = next(call for name, call in table.calls.items() if "f32[64,16]" in name)
     assert exchange.num_bytes == 64 * 16 * 4 / 2
