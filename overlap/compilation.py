@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ import torch.distributed as dist
 from torch import fx
 from torch._guards import CompileContext
 
-from overlap import collectives, cost, graph, printing
+from overlap import collectives, cost, graph, pricing, printing, simulate
 from overlap.config import Config
+from overlap.cost import Sizes, Sources
+from overlap.cost_table import CostTable
 from overlap.hardware import Profile
 from overlap.passes.schedule import Scheduled
 from overlap.pipeline import Remark
 from overlap.runtime import agree
-from overlap.simulate import Timeline
+from overlap.simulate import Machine, Timeline
 
 LOG = logging.getLogger("overlap")
 
@@ -71,6 +73,8 @@ class CompiledGraph:
     dump: its text after all passes.
     collectives: in the order of their starts.
     scheduled: program, machine and schedule; None where no schedule ran.
+    local: the graph played in its final order at the sizes of this rank's batch, routing balanced;
+        None where no schedule ran. A prediction for people: no decision depends on it.
     """
 
     kind: str
@@ -78,6 +82,12 @@ class CompiledGraph:
     dump: str
     collectives: tuple[CompiledCollective, ...]
     scheduled: Scheduled | None
+    local: Timeline | None = None
+
+    @property
+    def sources(self) -> Sources | None:
+        """Where its costs came from; None where no cost table was used."""
+        return self.scheduled.sources if self.scheduled else None
 
     @property
     def timeline(self) -> Timeline | None:
@@ -91,6 +101,9 @@ class Compilation:
 
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
+    program: structure and shapes of parameters, as a cost table names it.
+    table: the cost table of `config.costs`, None if formulas are used.
+    local_sizes: of this rank's batch; graphs are priced at nominal ones.
     places: per group, how many programs ran collectives of it before this one did.
     slices, axis: how many slices were asked for or chosen, and along what.
     base_peak_bytes: peak in program order, before scheduling.
@@ -100,7 +113,10 @@ class Compilation:
     code: int | None
     parameters: tuple[weakref.ref[torch.nn.Parameter], ...]
     structure: str = ""
+    program: str = ""
     profile: Profile | None = None
+    table: CostTable | None = None
+    local_sizes: Sizes | None = None
     slices: int = 1
     axis: str = "batch"
     sliced_starts: tuple[str, ...] = ()
@@ -113,14 +129,18 @@ class Compilation:
 
     @classmethod
     def begin(
-        cls, config: Config, example_inputs: Sequence[Any], structure: str = ""
+        cls,
+        config: Config,
+        example_inputs: Sequence[Any],
+        structure: str = "",
+        program: str = "",
     ) -> Compilation:
         compile_id = CompileContext.current_compile_id()
         code = compile_id.frame_id if compile_id else None
         parameters = tuple(
             weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)
         )
-        record = cls(config, code, parameters, structure)
+        record = cls(config, code, parameters, structure, program)
         _RECORDS.append(record)
         return record
 
@@ -130,15 +150,54 @@ class Compilation:
         parameters = (reference() for reference in self.parameters)
         return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
-    def add_graph(self, kind: str, gm: fx.GraphModule, scheduled: Scheduled | None) -> None:
+    @property
+    def skew(self) -> float:
+        """How many times as many routed rows the rank has that decisions are made for, as one has
+        that costs speak of without it."""
+        if self.config.skew is None:
+            return 1.0
+        if self.table is not None:
+            return self.table.skew(self.config.skew)
+        assert not isinstance(self.config.skew, str)
+        return self.config.skew
+
+    def add_graph(
+        self,
+        kind: str,
+        gm: fx.GraphModule,
+        scheduled: Scheduled | None,
+        group_size: Callable[[str], int],
+    ) -> None:
+        local = self.play(gm, group_size, self.table) if scheduled else None
         self.graphs.append(
-            CompiledGraph(kind, gm, printing.dump(gm), collectives_of(gm), scheduled)
+            CompiledGraph(kind, gm, printing.dump(gm), collectives_of(gm), scheduled, local)
         )
+
+    def play(
+        self,
+        gm: fx.GraphModule,
+        group_size: Callable[[str], int],
+        table: CostTable | None,
+        skew: float = 1.0,
+    ) -> Timeline:
+        """A graph of this compilation in the order of its nodes, at the sizes of this rank's batch
+        and `skew` times as many routed rows, with costs from `table`, or from formulas."""
+        assert self.profile is not None and self.local_sizes is not None
+        sizes = self.local_sizes.skewed(skew)
+        costs = pricing.estimate(gm, self.profile, group_size, sizes, table)
+        program = simulate.extract(gm, costs)
+        machine = Machine.measured(table) if table else Machine.of(self.profile)
+        return simulate.simulate(program, range(len(program)), machine)
 
     def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {"slices": self.slices, "axis": self.axis, "check_steps": self.config.check_steps}
+        options = {
+            "slices": self.slices,
+            "axis": self.axis,
+            "check_steps": self.config.check_steps,
+            "costs": self.table.digest if self.table else "none",
+        }
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]
@@ -177,10 +236,11 @@ def records() -> tuple[Compilation, ...]:
 
 
 def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], int]) -> int:
-    """How many slices: the user's number, an earlier decision for this code, or the formula's.
+    """How many slices: the user's number, an earlier decision for this code, the best of those that
+    the cost table has been measured with, or the formula's.
 
-    Rank-invariant: the formula sees nominal sizes only, and a recompile that one rank does alone
-    keeps what all of them decided first.
+    Rank-invariant: table and formula see nominal sizes only, and a recompile that one rank does
+    alone keeps what all of them decided first.
     """
     if isinstance(record.config.slices, int):
         return record.config.slices
@@ -188,9 +248,18 @@ def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[
         if earlier is not record and earlier.graphs and earlier.is_same_code(record):
             return earlier.slices
     assert record.profile is not None
-    load = Load.of(gm, record.profile, group_size, record.is_trained)
-    best = min(CANDIDATE_SLICES, key=load.predicted_us)
-    return best if load.predicted_us(1) >= _LEAST_GAIN * load.predicted_us(best) else 1
+    if record.table is not None:
+        steps = record.table.programs[record.program]
+        return best_slices({slices: step.at_skew(record.skew) for slices, step in steps.items()})
+    load = Load.of(gm, record.profile, group_size, record.is_trained, record.skew)
+    return best_slices({slices: load.predicted_us(slices) for slices in CANDIDATE_SLICES})
+
+
+def best_slices(predicted_us: Mapping[int, float]) -> int:
+    """The number of slices whose step is predicted to be shortest; 1 where that gains nothing."""
+    best = min(predicted_us, key=lambda slices: (predicted_us[slices], slices))
+    is_gain = 1 not in predicted_us or predicted_us[1] >= _LEAST_GAIN * predicted_us[best]
+    return best if is_gain else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,14 +282,21 @@ class Load:
         profile: Profile,
         group_size: Callable[[str], int],
         is_trained: bool = True,
+        skew: float = 1.0,
     ) -> Load:
-        costs = cost.estimate(gm, profile, group_size)
+        sizes = pricing.sizes_of(gm, profile, table=None, skew=skew)
+        costs = cost.estimate(gm, profile, group_size, sizes)
         starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
         return cls(
             compute_us=sum(costs.of(node).compute_us for node in gm.graph.nodes),
             launch_us=profile.launch_us * len(gm.graph.nodes),
             comm_us=sum(costs.of(node).collective_us for node in starts),
-            latency_us=profile.latency_us * len(starts),
+            latency_us=sum(
+                profile.latency_of(
+                    collectives.kind_of(start).value, group_size(collectives.group_of(start))
+                )
+                for start in starts
+            ),
             is_trained=is_trained,
         )
 

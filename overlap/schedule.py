@@ -112,7 +112,8 @@ def lower_bound_us(program: Program, machine: Machine) -> float:
         for tasks in lanes.values()
     ]
     num_launched = len(program) - program.kinds.count(TaskKind.FREE)
-    launches_us = num_launched * machine.launch_us + program.total_us(TaskKind.HOST_READ)
+    launches_us = num_launched * machine.launch_us + sum(program.issue_us)
+    launches_us += program.total_us(TaskKind.HOST_READ)
     if not machine.is_stream:
         launches_us += program.total_us(TaskKind.COMPUTE)
     return max([launches_us, *loads_us, *tails])
