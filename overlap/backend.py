@@ -233,7 +233,6 @@ def _prepare(
     if config.preset == "none":
         ctx.remark("note", "preset='none' leaves the program as it is")
         return gm, presets.NONE
-    record.axis = "batch" if config.axis == "auto" else config.axis
     try:
         captured = capture.to_aten(gm)
     except capture.CaptureError as error:
@@ -246,9 +245,12 @@ def _prepare(
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
     _use_table(captured.gm, ctx, record)
-    slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
-    record.slices = slices
-    preset = presets.moe(slices, record.axis)
+    run(captured.gm, presets.PREPARE, ctx)
+    choice = compilation.decide(captured.gm, record, ctx.group_size)
+    record.choice, record.slices, record.axis = choice, choice.slices, choice.axis
+    if choice.reason:
+        ctx.remark("note", choice.reason, advice="slices=2 slices it all the same")
+    preset = presets.moe(choice.slices, choice.axis)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
@@ -260,6 +262,8 @@ def _use_table(gm: fx.GraphModule, ctx: Context, record: Compilation) -> None:
     if record.table is None:
         return
     assert record.config.costs is not None
+    axis = record.config.axis
+    record.axis = record.table.axis if axis == "auto" else axis
     inputs = [graph.fake_value(node) for node in graph.placeholders(gm.graph)]
     here = detect.known_place(_device_of(inputs))
     record.table.check(record.config.costs, here, record.program, record.axis)

@@ -6,7 +6,7 @@ Rank-invariant: a forecast knows nominal sizes and the profile, nothing of one r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -15,9 +15,10 @@ from overlap.config import Config
 from overlap.errors import PassError
 from overlap.forecast import Setting
 from overlap.passes.slice import ANALYSES
+from overlap.tables import ms
 
 CANDIDATE_SLICES = (2, 4)
-_LEAST_GAIN = 1.03
+LEAST_GAIN = 1.03
 """A predicted speed-up below this is within the error of the formulas: leave the program alone."""
 _AS_GOOD = 1.01
 """Of forecasts that differ by less, the one with fewer slices compiles sooner."""
@@ -32,7 +33,7 @@ class Candidate:
     predicted_us: float
 
     def __str__(self) -> str:
-        return f"{self.slices} slices along {self.axis}: {self.predicted_us / 1e3:.3g} ms"
+        return f"{self.slices} slices along {self.axis} {ms(self.predicted_us)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,16 @@ class Choice:
             return ""
         best = min(self.candidates, key=lambda candidate: candidate.predicted_us)
         return (
-            f"the program stays in one slice: predicted {self.unsliced_us / 1e3:.3g} ms a step, and "
-            f"at best {best.predicted_us / 1e3:.3g} ms in {best.slices} slices along {best.axis}"
+            f"nothing is sliced: forecast are {ms(self.unsliced_us)} a step un-sliced, and "
+            f"at best {best}"
         )
+
+
+def best_slices(predicted_us: Mapping[int, float]) -> int:
+    """The number of slices whose step is predicted to be shortest; 1 where that gains nothing."""
+    best = min(predicted_us, key=lambda slices: (predicted_us[slices], slices))
+    is_gain = 1 not in predicted_us or predicted_us[1] >= LEAST_GAIN * predicted_us[best]
+    return best if is_gain else 1
 
 
 def choose(gm: fx.GraphModule, config: Config, setting: Setting, is_trained: bool) -> Choice:
@@ -73,7 +81,7 @@ def choose(gm: fx.GraphModule, config: Config, setting: Setting, is_trained: boo
         return Choice(axes[0], counts[0])
     unsliced_us = forecast.step_us(gm, None, 1, setting, is_trained)
     best_us = min(candidate.predicted_us for candidate in found)
-    if not isinstance(config.slices, int) and unsliced_us < _LEAST_GAIN * best_us:
+    if not isinstance(config.slices, int) and unsliced_us < LEAST_GAIN * best_us:
         return Choice(found[0].axis, 1, unsliced_us, found)
     best = min(
         (candidate for candidate in found if candidate.predicted_us <= _AS_GOOD * best_us),

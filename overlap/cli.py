@@ -177,8 +177,8 @@ class Hardware:
     """Bandwidth of an emulated link between the ranks in Mbit/s; by default plain gloo."""
     steps: int = 9
     """Timed steps of each number of slices."""
-    axis: str = "auto"
-    """What slices are cut along: auto, batch, token or expert."""
+    axis: str = "batch"
+    """What slices are cut along: batch, token or expert."""
     probe: bool = False
     """Probe this machine for exact kernels (not built yet)."""
     json: bool = False

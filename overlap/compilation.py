@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import fx
 from torch._guards import CompileContext
 
-from overlap import collectives, cost, graph, pricing, printing, simulate
+from overlap import collectives, graph, pricing, printing, simulate
+from overlap.choose import Choice, best_slices, choose
 from overlap.config import Config
 from overlap.cost import Sizes, Sources
 from overlap.cost_table import CostTable
+from overlap.forecast import Setting
 from overlap.hardware import Profile
 from overlap.passes.schedule import Scheduled
 from overlap.pipeline import Remark
@@ -24,16 +26,6 @@ from overlap.runtime import agree
 from overlap.simulate import Machine, Timeline
 
 LOG = logging.getLogger("overlap")
-
-CANDIDATE_SLICES = (1, 2, 4)
-_SLICE_TAX = 0.03
-"""Extra compute per further slice: smaller kernels, joins."""
-_BACKWARD_NODES = 1.5
-"""Nodes of a backward for each of its forward, by count in the models."""
-_BUBBLE = 0.5
-"""What stays exposed of one slice's shorter half, by measurement of 2 and 4 slices on two ranks."""
-_LEAST_GAIN = 1.03
-"""A predicted speed-up below this is within the error of the formulas: leave the program alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +98,7 @@ class Compilation:
     local_sizes: of this rank's batch; graphs are priced at nominal ones.
     places: per group, how many programs ran collectives of it before this one did.
     slices, axis: how many slices were asked for or chosen, and along what.
+    choice: what they were chosen from.
     base_peak_bytes: peak in program order, before scheduling.
     """
 
@@ -119,6 +112,7 @@ class Compilation:
     local_sizes: Sizes | None = None
     slices: int = 1
     axis: str = "batch"
+    choice: Choice | None = None
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0
@@ -235,92 +229,22 @@ def records() -> tuple[Compilation, ...]:
     return tuple(_RECORDS)
 
 
-def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], int]) -> int:
-    """How many slices: the user's number, an earlier decision for this code, the best of those that
-    the cost table has been measured with, or the formula's.
+def decide(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], int]) -> Choice:
+    """Along what to slice, and into how many parts: what the user says, an earlier decision for
+    this code, the best of what the cost table was measured with, or the best forecast.
 
-    Rank-invariant: table and formula see nominal sizes only, and a recompile that one rank does
+    Rank-invariant: table and forecast see nominal sizes only, and a recompile that one rank does
     alone keeps what all of them decided first.
     """
-    if isinstance(record.config.slices, int):
-        return record.config.slices
     for earlier in _RECORDS:
         if earlier is not record and earlier.graphs and earlier.is_same_code(record):
-            return earlier.slices
-    assert record.profile is not None
+            return Choice(earlier.axis, earlier.slices)
     if record.table is not None:
-        steps = record.table.programs[record.program]
-        return best_slices({slices: step.at_skew(record.skew) for slices, step in steps.items()})
-    load = Load.of(gm, record.profile, group_size, record.is_trained, record.skew)
-    return best_slices({slices: load.predicted_us(slices) for slices in CANDIDATE_SLICES})
-
-
-def best_slices(predicted_us: Mapping[int, float]) -> int:
-    """The number of slices whose step is predicted to be shortest; 1 where that gains nothing."""
-    best = min(predicted_us, key=lambda slices: (predicted_us[slices], slices))
-    is_gain = 1 not in predicted_us or predicted_us[1] >= _LEAST_GAIN * predicted_us[best]
-    return best if is_gain else 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """What an un-sliced forward occupies, in microseconds: kernels, launches, links, latencies.
-
-    is_trained: whether a backward follows.
-    """
-
-    compute_us: float
-    launch_us: float
-    comm_us: float
-    latency_us: float
-    is_trained: bool = True
-
-    @classmethod
-    def of(
-        cls,
-        gm: fx.GraphModule,
-        profile: Profile,
-        group_size: Callable[[str], int],
-        is_trained: bool = True,
-        skew: float = 1.0,
-    ) -> Load:
-        sizes = pricing.sizes_of(gm, profile, table=None, skew=skew)
-        costs = cost.estimate(gm, profile, group_size, sizes)
-        starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
-        return cls(
-            compute_us=sum(costs.of(node).compute_us for node in gm.graph.nodes),
-            launch_us=profile.launch_us * len(gm.graph.nodes),
-            comm_us=sum(costs.of(node).collective_us for node in starts),
-            latency_us=sum(
-                profile.latency_of(
-                    collectives.kind_of(start).value, group_size(collectives.group_of(start))
-                )
-                for start in starts
-            ),
-            is_trained=is_trained,
-        )
-
-    def predicted_us(self, slices: int) -> float:
-        """The time of the forward, and of the backward if there is one, in `slices` slices.
-
-        They are graphs of their own: what is left over in one hides nothing of the other. A
-        backward computes a gradient for both operands of a product and sends as much.
-        """
-        forward_us = self._graph_us(slices, self.compute_us, self.launch_us)
-        if not self.is_trained:
-            return forward_us
-        backward_us = self._graph_us(slices, 2 * self.compute_us, _BACKWARD_NODES * self.launch_us)
-        return forward_us + backward_us
-
-    def _graph_us(self, slices: int, compute_us: float, launch_us: float) -> float:
-        """The two-resource bound.
-
-        Un-sliced, communication and compute add up. With N slices the longer of the two remains,
-        plus a part of one slice of the shorter: stages of one slice are not as long as those of
-        another.
-        """
-        if slices == 1 or not self.comm_us:
-            return compute_us + launch_us + self.comm_us
-        compute_us = compute_us * (1 + _SLICE_TAX * (slices - 1)) + launch_us * slices
-        comm_us = self.comm_us + self.latency_us * (slices - 1)
-        return max(compute_us, comm_us) + _BUBBLE * min(compute_us, comm_us) / slices
+        slices = record.config.slices
+        if not isinstance(slices, int):
+            steps = record.table.programs[record.program]
+            slices = best_slices({n: step.at_skew(record.skew) for n, step in steps.items()})
+        return Choice(record.axis, slices)
+    assert record.profile is not None
+    setting = Setting.of(gm, record.profile, group_size, record.skew)
+    return choose(gm, record.config, setting, record.is_trained)

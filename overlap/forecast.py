@@ -54,11 +54,23 @@ class Setting:
     costs: Costs
     sizes: Sizes
     profile: Profile
+    group_size: Callable[[str], int]
 
     @classmethod
-    def of(cls, gm: fx.GraphModule, profile: Profile, group_size: Callable[[str], int]) -> Setting:
-        sizes = cost.nominal_sizes(gm, profile.nominal_size)
-        return cls(cost.estimate(gm, profile, group_size, sizes), sizes, profile)
+    def of(
+        cls,
+        gm: fx.GraphModule,
+        profile: Profile,
+        group_size: Callable[[str], int],
+        skew: float = 1.0,
+    ) -> Setting:
+        sizes = cost.nominal_sizes(gm, profile.nominal_size).skewed(skew)
+        return cls(cost.estimate(gm, profile, group_size, sizes), sizes, profile, group_size)
+
+    def latency_us(self, start: fx.Node) -> float:
+        """What a collective takes, however little it moves."""
+        num_ranks = self.group_size(collectives.group_of(start))
+        return self.profile.latency_of(collectives.kind_of(start).value, num_ranks)
 
 
 def step_us(
@@ -183,7 +195,7 @@ class _Writer:
         node_cost = self.setting.costs.of(node)
         num_parts = 1 if part is None else part[1]
         if collectives.is_start(node):
-            latency_us = min(self.setting.profile.latency_us, node_cost.collective_us)
+            latency_us = min(self.setting.latency_us(node), node_cost.collective_us)
             us = latency_us + (node_cost.collective_us - latency_us) / num_parts
             group = collectives.group_of(node)
             start = Task(TaskKind.START, us, reads, group, node_cost.link, is_floating=is_floating)
@@ -218,7 +230,7 @@ class _Writer:
             if by_experts
             else float(sum(self._bytes(n) for n in node.all_input_nodes if n not in self.parts))
         )
-        moved = cost._work(node, self.setting.sizes).num_bytes
+        moved = cost.work_of(node, self.setting.sizes).num_bytes
         shared = min(shared, moved)
         return max(us / num_parts, (shared + (moved - shared) / num_parts) / rate)
 

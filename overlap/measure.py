@@ -35,8 +35,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from overlap import backend, collectives, compilation, cost, graph, pricing, target
+from overlap.choose import CANDIDATE_SLICES
 from overlap.collectives import Kind
-from overlap.compilation import CANDIDATE_SLICES, Compilation
+from overlap.compilation import Compilation
 from overlap.config import Config
 from overlap.cost_table import SKEWS, Call, CostTable, Step
 from overlap.errors import ConfigError
@@ -66,8 +67,8 @@ class MeasureOptions:
     mesh: MeshSpec
     link_mbit: float | None = None
     steps: int = 9
-    slices: tuple[int, ...] = CANDIDATE_SLICES
-    axis: str = "auto"
+    slices: tuple[int, ...] = (1, *CANDIDATE_SLICES)
+    axis: str = "batch"
 
     def __post_init__(self) -> None:
         if self.link_mbit is not None:
@@ -174,7 +175,7 @@ def measure(
     make_step: Callable[[Compile], Callable[[], Any]],
     config: Config,
     steps: int = MeasureOptions.steps,
-    slices: Sequence[int] = CANDIDATE_SLICES,
+    slices: Sequence[int] = MeasureOptions.slices,
 ) -> CostTable:
     """The cost table of a step, on a rank of a job; all ranks call it and get the same table.
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from torch import nn
 
 from overlap import backend, compilation, cost, graph
+from overlap.choose import Choice
 from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
 from overlap.config import Config
 from overlap.errors import ConfigError, OverlapError
@@ -199,6 +200,7 @@ class Report:
 
     slices, axis: asked for, or chosen.
     profile: name of the hardware profile behind the predictions.
+    choice: what slices and axis were chosen from, None if nothing was sliced.
     costs: the cost table behind them and what of it was used, "" if it is the profile's formulas.
     reassociated: sums over sliced rows that may be added in another order.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
@@ -217,6 +219,7 @@ class Report:
     num_compilations: int
     measured: MeasuredStep | None = None
     costs: str = ""
+    choice: Choice | None = None
 
     @property
     def predicted_us(self) -> float:
@@ -245,6 +248,7 @@ class Report:
             "numerics": self.numerics,
             "profile": self.profile,
             "costs": self.costs,
+            "forecast": dataclasses.asdict(self.choice) if self.choice else None,
             "predicted_us": self.predicted_us,
             "measured_us": self.measured.graphs_us if self.measured else None,
             "regions": [dataclasses.asdict(region) for region in self.regions],
@@ -379,6 +383,7 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
         numerics=record.config.numerics,
         profile=record.profile.name if record.profile else "",
         costs=_costs(record),
+        choice=record.choice,
         graphs=tuple(map(_graph_report, scheduled)),
         collectives=tuple(c for one in scheduled for c in _collective_reports(one)),
         reassociated=record.reassociated,
@@ -531,10 +536,20 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield Text(NOMINAL)
         yield Text(predicted_line(report))
         yield Text(f"costs: {report.costs or 'formulas of the profile'}")
+    if line := forecast_line(report):
+        yield Text(line)
     yield Text(reassociated_line(report))
     yield Text("\nremarks:" if report.remarks else "\nno remarks")
     for text, count in count_remarks(report).items():
         yield Text(f"  - {text}{f' ({count} times)' if count > 1 else ''}")
+
+
+def forecast_line(report: Report) -> str:
+    """What axis and slices were chosen from; "" if they were given."""
+    if report.choice is None or report.choice.unsliced_us is None:
+        return ""
+    sliced = "; ".join(map(str, report.choice.candidates))
+    return f"forecast of a step: un-sliced {ms(report.choice.unsliced_us)}; {sliced}"
 
 
 def predicted_line(report: Report) -> str:

@@ -10,25 +10,9 @@ import torch
 import torch.distributed as dist
 
 from overlap import compilation
-from overlap.compilation import CANDIDATE_SLICES, Compilation, CompiledCollective, Load
+from overlap.compilation import Compilation, CompiledCollective
 from overlap.config import Config
 from overlap.runtime import agree
-
-
-@pytest.mark.parametrize(
-    ("load", "slices"),
-    [
-        (Load(compute_us=1e5, launch_us=1e3, comm_us=0, latency_us=0), 1),
-        (Load(compute_us=1e5, launch_us=1e3, comm_us=1e5, latency_us=1e2), 4),
-        (Load(compute_us=1e5, launch_us=1e3, comm_us=1e4, latency_us=1e2), 2),
-        (Load(compute_us=1e3, launch_us=1e5, comm_us=1e4, latency_us=1e2), 1),
-    ],
-    ids=["no communication", "equal", "little communication", "launch bound"],
-)
-def test_the_formula_weighs_what_is_hidden_against_what_slicing_costs(
-    load: Load, slices: int
-) -> None:
-    assert min(CANDIDATE_SLICES, key=load.predicted_us) == slices
 
 
 def test_only_the_same_code_of_the_same_module_shares_a_decision() -> None:
