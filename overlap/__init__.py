@@ -15,16 +15,18 @@ if TYPE_CHECKING:
     from overlap.config import Config
     from overlap.cost import register_cost
     from overlap.placement import register_rule
+    from overlap.regions import annotate
     from overlap.report import explain
 
 _HOMES = {
+    "annotate": "overlap.regions",
     "Config": "overlap.config",
     "explain": "overlap.report",
     "register_cost": "overlap.cost",
     "register_rule": "overlap.placement",
 }
 
-__all__ = ["Config", "__version__", "explain", "register_cost", "register_rule"]
+__all__ = ["Config", "__version__", "annotate", "explain", "register_cost", "register_rule"]
 
 
 def __getattr__(name: str) -> Any:

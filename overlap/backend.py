@@ -220,6 +220,7 @@ def _prepare(
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
+        record.axis = ", ".join(sliced.axes) or record.axis
     return captured.gm, preset
 
 

@@ -92,7 +92,8 @@ class Compilation:
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
     places: per group, how many programs ran collectives of it before this one did.
-    slices, axis: how many slices were asked for or chosen, and along what.
+    slices, axis: how many slices were asked for or chosen, and along what; several axes as "expert,
+        batch".
     base_peak_bytes: peak in program order, before scheduling.
     """
 

@@ -216,6 +216,7 @@ class Emitter:
         new = self.graph.call_function(target, args)
         if self.current is not None:
             graph.copy_facts(self.current, new)
+            graph.set_tag(new, Tag())  # the program may have been sliced along another axis before
         return new
 
 

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 _TAG_KEY = "overlap"
 _PHASE_KEY = "overlap_phase"
+REGION_KEY = "overlap_region"
 _VALUE_KEYS = ("val", "example_value", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 
 
@@ -138,7 +139,13 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """The innermost module that a node came from, as `layers.0.moe`; "" if unknown."""
+    """The innermost module that a node came from, as `layers.0.moe`, and in a region that the user
+    named, as `layers.0.moe:experts`; "" if unknown."""
+    name = annotation(node, REGION_KEY) or "" if node.op != "placeholder" else ""
+    return ":".join(part for part in (_module(node), name) if part)
+
+
+def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""

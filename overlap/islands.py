@@ -26,33 +26,38 @@ from overlap import collectives, graph, slicing
 from overlap import placement as pl
 from overlap.errors import PassError
 from overlap.placement import Counts, Decision, Split
+from overlap.regions import Scope
 from overlap.slicing import Island, Plan, Refused, Rows
 
 
-def analyse_tokens(gm: fx.GraphModule) -> Plan:
-    """The plan for slices of the tokens of every island.
+def analyse_tokens(gm: fx.GraphModule, scope: Scope | None = None) -> Plan:
+    """The plan for slices of the tokens of every island in `scope` (all of them).
 
     Raises PassError where no exchange is routed, or a value that slices need cannot be had.
     """
-    return _only_islands(gm, _prove(gm))
+    return _only_islands(gm, _prove(gm, scope))
 
 
-def analyse_experts(gm: fx.GraphModule) -> Plan:
-    """The plan for slices of the local experts of every island.
+def analyse_experts(gm: fx.GraphModule, scope: Scope | None = None) -> Plan:
+    """The plan for slices of the local experts of every island in `scope` (all of them).
 
     Raises PassError where no exchange is routed, or a value that slices need cannot be had.
     """
-    return _by_experts(gm, _prove(gm))
+    return _by_experts(gm, _prove(gm, scope))
 
 
-def _prove(gm: fx.GraphModule) -> Plan:
+def _prove(gm: fx.GraphModule, scope: Scope | None) -> Plan:
     """The proof along tokens: of the counts that there may be, the one that proves most."""
-    exchanges = [node for node in gm.graph.nodes if _has_counted_splits(node)]
+    exchanges = [
+        node
+        for node in gm.graph.nodes
+        if _has_counted_splits(node) and (scope is None or scope.has(node))
+    ]
     if not exchanges:
         raise PassError("no all-to-all is split by counts, so there is no island to slice")
     best: Plan | None = None
     for rows in _token_counts(gm, exchanges):
-        plan = slicing.prove(gm, rows)
+        plan = slicing.prove(gm, rows, scope)
         if best is None or _proven(plan) > _proven(best):
             best = plan
         if {node.name for node in exchanges} <= {*best.sliced_starts}:
@@ -117,7 +122,8 @@ def _remarks(plan: Plan, exchanges: Sequence[fx.Node]) -> Iterator[Refused]:
         if node not in seen and not is_seed:
             seen[node] = None
             stack.extend(node.all_input_nodes)
-    return (r for r in plan.remarks if r.node in seen or r.consequence == slicing.EXCHANGE_KEPT)
+    is_kept = slicing.EXCHANGE_KEPT
+    return (r for r in plan.remarks if r.node in seen or r.is_asked or r.consequence == is_kept)
 
 
 # --- tokens ---------------------------------------------------------------------------------------

@@ -484,7 +484,7 @@ _AXES = {
 
 
 def headline(report: Report) -> str:
-    along = _AXES[report.axis]
+    along = " and ".join(_AXES[axis] for axis in report.axis.split(", "))
     slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along {along}"
     return (
         f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "
