@@ -160,14 +160,15 @@ def _shares_rows(node: fx.Node) -> bool:
 
 
 def _bind_shares(node: fx.Node, sizes: Sizes) -> None:
-    args: Any = _fake_arguments(node)[0]
     if graph.is_call(node, _aten.split_with_sizes):
+        args: Any = _fake_arguments(node)[0]
         dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
         totals, parts = [args[0].shape[dim]], [args[1]]
     else:
         # Balanced routing: a rank receives as many rows as it sends.
-        totals = [args[0].shape[0], graph.fake_value(node).shape[0]]
-        parts = [part for part in args[1:3] if isinstance(part, list | tuple)]
+        sent = graph.fake_value(collectives.rows_of(node))
+        totals = [sent.shape[0], next(graph.tensors_of(graph.fake_value(node))).shape[0]]
+        parts = cast(Any, fx.map_arg(collectives.splits_of(node), graph.fake_value))
     known = next((sizes.size(total) for total in totals if sizes.is_known(total)), None)
     if known is None:
         return
@@ -218,7 +219,7 @@ def register_cost(op: Any, cost: CostFunction) -> None:
 
     Raises ConfigError if the operator has a cost function already.
     """
-    if op in _COSTS:
+    if graph.operator(op) in _COSTS:
         raise ConfigError(f"operator {op} has a cost function already")
     _COSTS[op] = cost
 
@@ -283,7 +284,7 @@ def unit_us(node: fx.Node) -> float:
 
 def _collective_us(node: fx.Node, profile: Profile, num_ranks: int, sizes: Sizes) -> float:
     operand_bytes = sizes.num_bytes(collectives.operand_of(node))
-    volume = collectives.kind_of(node).volume(operand_bytes, num_ranks)
+    volume = collectives.volume_of(node, operand_bytes, num_ranks)
     return profile.latency_us + volume / profile.link_bytes_per_us(num_ranks)
 
 

@@ -24,6 +24,7 @@ from torch import fx
 
 from overlap import collectives, graph, slicing
 from overlap import placement as pl
+from overlap.collectives import Kind
 from overlap.errors import PassError
 from overlap.placement import Counts, Decision, Split
 from overlap.regions import Scope
@@ -100,9 +101,10 @@ def _reads_numbers(node: fx.Node) -> bool:
 
 
 def _has_counted_splits(node: fx.Node) -> bool:
-    if not graph.is_call(node, torch.ops._c10d_functional.all_to_all_single):
+    """Whether a node starts an all-to-all that is split by numbers of the data."""
+    if not collectives.is_start(node) or collectives.kind_of(node) is not Kind.ALL_TO_ALL:
         return False
-    return any(isinstance(n, fx.Node) for n in pl.schema_arguments(node)["input_split_sizes"])
+    return any(isinstance(n, fx.Node) for n in collectives.splits_of(node)[1])
 
 
 def _remarks(plan: Plan, exchanges: Sequence[fx.Node]) -> Iterator[Refused]:

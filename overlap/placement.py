@@ -32,8 +32,9 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
-from overlap import graph
+from overlap import collectives, graph
 from overlap.errors import ConfigError
+from overlap.graph import schema_arguments
 
 # --- exact linear forms ---------------------------------------------------------------------------
 
@@ -448,7 +449,7 @@ def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], R
     """
 
     def register(rule: Rule) -> Rule:
-        for operator in operators:
+        for operator in map(graph.operator, operators):
             if operator in _RULES and not override:
                 raise ConfigError(f"operator {operator} has a placement rule already")
             _RULES[operator] = rule
@@ -458,8 +459,9 @@ def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], R
 
 
 def rule_for(node: fx.Node) -> Rule | None:
-    packet = getattr(node.target, "overloadpacket", None)
-    return _RULES.get(packet) or _RULES.get(node.target)
+    """The node's own, or that of the functional collective that does the same."""
+    packet, like = graph.packet_of(node), collectives.functional_like(node)
+    return _RULES.get(packet) or _RULES.get(node.target) or _RULES.get(like)
 
 
 def registered_rules() -> Mapping[Any, Rule]:
@@ -612,18 +614,3 @@ def name_of(operator: Any) -> str:
     name = getattr(operator, "__name__", str(operator))
     module = getattr(operator, "__module__", "").lstrip("_")
     return f"operator.{name}" if module == "operator" else f"torch.{name}" if module else name
-
-
-def schema_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call by schema name, with defaults; by position for plain functions."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
-    arguments: dict[str, Any] = {}
-    for i, argument in enumerate(node.target._schema.arguments):
-        if i < len(node.args):
-            arguments[argument.name] = node.args[i]
-        elif argument.name in node.kwargs:
-            arguments[argument.name] = node.kwargs[argument.name]
-        else:
-            arguments[argument.name] = argument.default_value
-    return arguments
