@@ -11,7 +11,7 @@ axis it is cut. Marks of an inner region override those of an outer one, each by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -74,20 +74,23 @@ class Scope:
 
     def has(self, node: fx.Node) -> bool:
         """Whether the plan may slice a node: not another axis's, and not sliced already. Along
-        tokens and experts that depends on the exchange; what is around it belongs to it."""
-        is_other = axis_of(node, self.program_axis) != self.axis
-        may_be_around = self.axis != "batch" and not collectives.is_start(node)
-        return graph.tag_of(node).slice is None and (may_be_around or not is_other)
+        tokens and experts, what is around an exchange belongs to it, wherever a region begins."""
+        asked = graph.annotation(node, _AXIS)
+        if self.axis == "batch" or collectives.is_start(node):
+            asked = asked or self.program_axis
+        return graph.tag_of(node).slice is None and asked in (None, self.axis)
+
+    def is_of_other_islands(self, node: fx.Node) -> bool:
+        """Whether a node is where islands are sliced along another axis than this plan's."""
+        asked = graph.annotation(node, _AXIS) or self.program_axis
+        return asked not in (self.axis, "batch")
 
 
-def axis_of(node: fx.Node, default: str) -> str:
-    """Along what a node is sliced, if at all; `default` outside regions that say so."""
-    return graph.annotation(node, _AXIS) or default
-
-
-def scopes(nodes: Iterable[fx.Node], program_axis: str) -> list[Scope]:
+def scopes(nodes: Sequence[fx.Node], program_axis: str) -> list[Scope]:
     """The scopes that cover a program, in the order in which it is cut: islands first, then the
-    rest around them."""
-    others = {axis_of(node, program_axis) for node in nodes if node.op != "placeholder"}
-    found = {program_axis, *others}
-    return [Scope(axis, program_axis) for axis in ("expert", "token", "batch") if axis in found]
+    rest around them, if there is anything to cut in it."""
+    asked = {graph.annotation(node, _AXIS) for node in nodes if node.op != "placeholder"} - {None}
+    rest = Scope(program_axis, program_axis)
+    if not asked or any(rest.has(node) for node in filter(collectives.is_start, nodes)):
+        asked.add(program_axis)
+    return [Scope(axis, program_axis) for axis in ("expert", "token", "batch") if axis in asked]

@@ -237,7 +237,8 @@ class _Prover:
         starts = sliced_starts(self.gm, self.decisions)
         reads = ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
         forced = [refused for refused in self.forced.values() if refused]
-        barriers = (r for r in self.refused if r.node in reads and r.node not in self.proven)
+        known = self.proven | {n for n in self.gm.graph.nodes if self._left_alone(n)}
+        barriers = (r for r in self.refused if r.node in reads and r.node not in known)
         return Plan(
             self.axis,
             self.batch,
@@ -261,6 +262,9 @@ class _Prover:
                 self._tell(problem.node, problem.refusal, EXCHANGE_KEPT)
                 continue
             cause = self._first_cause(key, problem)
+            if self.scope and self.scope.is_of_other_islands(cause.node):
+                self.forced[key] = None
+                continue
             self.forced[key] = dataclasses.replace(cause, consequence=EXCHANGE_KEPT)
 
     def _first_cause(self, key: str, problem: _Unjoinable) -> Refused:
@@ -300,17 +304,22 @@ class _Prover:
         if region and (region not in self.left or consequence is EXCHANGE_KEPT):
             self.left[region] = Refused(node, refusal.reason, consequence, "", is_asked=True)
 
-    def _check_left_alone(self, op: Op) -> None:
-        """Raise for a node that stays whole because its region says so, or that is not in scope.
-        Along tokens, what is around an island is whole anyway."""
-        node = op.node
-        is_cut = self.axis == "batch" or collectives.is_start(node)
-        is_cut = is_cut or not all(pl.is_joinable(op.place(n)) for n in op.operands)
-        if is_cut and (region := regions.left_whole(node)):
+    def _left_alone(self, node: fx.Node) -> _LeftAlone | None:
+        """Why a node stays whole: its region says so, or it is not in scope."""
+        if region := regions.left_whole(node):
             reason = f"region {region!r} stays whole, as its annotate(slice=False) asks"
-            raise _LeftAlone(reason, region)
+            return _LeftAlone(reason, region)
         if self.scope and not self.scope.has(node):
-            raise _LeftAlone(f"{node.name} is sliced along another axis, if at all")
+            return _LeftAlone(f"{node.name} is sliced along another axis, if at all")
+        return None
+
+    def _check_left_alone(self, op: Op) -> None:
+        """Raise for a node that stays whole. Along tokens, what is around an island does anyway."""
+        is_cut = self.axis == "batch" or collectives.is_start(op.node)
+        is_cut = is_cut or not all(pl.is_joinable(op.place(n)) for n in op.operands)
+        refusal = self._left_alone(op.node)
+        if refusal and (is_cut or not refusal.region):
+            raise refusal
 
     def _check_output(self, node: fx.Node) -> None:
         blocked = [n for n in node.all_input_nodes if not pl.is_joinable(self.placements[n])]

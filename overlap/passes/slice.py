@@ -73,7 +73,7 @@ class Slice:
         if self.slices == 1:
             return
         sliced = Sliced()
-        scopes = regions.scopes(gm.graph.nodes, self.axis)
+        scopes = regions.scopes(list(gm.graph.nodes), self.axis)
         for scope in scopes:
             try:
                 plan = ANALYSES[scope.axis](gm, scope)
