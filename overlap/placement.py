@@ -33,7 +33,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from overlap import collectives, graph
-from overlap.errors import ConfigError
+from overlap.errors import ConfigError, unknown_name
 from overlap.graph import schema_arguments
 
 # --- exact linear forms ---------------------------------------------------------------------------
@@ -383,6 +383,7 @@ class Op:
     placements: of every node before this one.
     batch: the batch size B as an expression.
     seen: operands whose placement a rule asked for; a sliced one that it left out is refused.
+    acts_as: the operator whose rule this call is held to, None for its own.
     """
 
     node: fx.Node
@@ -390,6 +391,7 @@ class Op:
     placements: Mapping[fx.Node, Placement]
     batch: sympy.Expr
     seen: set[fx.Node] = dataclasses.field(default_factory=set[fx.Node], compare=False)
+    acts_as: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -407,7 +409,7 @@ class Op:
     @property
     def packet(self) -> Any:
         """The operator, whatever the overload; the function itself for what is none."""
-        return graph.packet_of(self.node)
+        return self.acts_as or graph.packet_of(self.node)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -444,8 +446,11 @@ _RULES: dict[Any, Rule] = {}
 def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], Rule]:
     """Decorator: the placement rule of one or more operators (OpOverloadPackets or functions).
 
-    The rule gets an `Op` and returns a `Decision` or raises `Refusal`. Raises ConfigError where an
-    operator has a rule already and `override` is not set.
+    The rule gets an `Op` and returns a `Decision` or raises `Refusal`. It answers for the backward
+    too, where the operator has one of its own: that runs once per slice, on the slice's gradients,
+    and what it returns for a whole operand is added up. `like` makes rules from those there are.
+
+    Raises ConfigError where an operator has a rule already and `override` is not set.
     """
 
     def register(rule: Rule) -> Rule:
@@ -456,6 +461,37 @@ def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], R
         return rule
 
     return register
+
+
+def like(operator: Any, **names: str) -> Rule:
+    """The rule of an operator that treats rows as another one does, forward and backward.
+
+    operator: the other one, an OpOverloadPacket with a rule.
+    names: its arguments, each by the new operator's name for it; the rest have their defaults.
+
+        overlap.register_rule(torch.ops.mine.swiglu)(like(torch.ops.aten.mul, self="a", other="b"))
+    """
+    if operator not in _RULES:
+        raise ConfigError(f"operator {operator} has no placement rule to be like")
+    [schema, *_] = graph.schemas(operator)
+    defaults = {a.name: a.default_value for a in schema.arguments}
+    for name in names:
+        if name not in defaults:
+            raise unknown_name("argument", name, defaults, place=f"of {operator}")
+
+    def rule(op: Op) -> Decision:
+        given = {theirs: op.arguments[own] for theirs, own in names.items()}
+        decision = _RULES[operator](
+            dataclasses.replace(op, arguments=defaults | given, acts_as=operator)
+        )
+        groups = decision.groups
+        if groups:
+            arguments = {names[name]: dim for name, dim in groups.arguments.items()}
+            groups = dataclasses.replace(groups, arguments=arguments)
+        replaced = {names[name]: value for name, value in decision.replace.items()}
+        return dataclasses.replace(decision, replace=replaced, groups=groups)
+
+    return rule
 
 
 def rule_for(node: fx.Node) -> Rule | None:

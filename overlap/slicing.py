@@ -353,7 +353,11 @@ class _Prover:
             return self._item(op)
         rule = pl.rule_for(node)
         if rule is None:
-            raise op.refuse("has no placement rule", "register one with overlap.register_rule")
+            raise op.refuse(
+                "has no placement rule",
+                f"register one with overlap.register_rule({_python_name(node)}), as "
+                "docs/extending.md shows",
+            )
         try:
             op.seen.clear()
             decision = rule(op)
@@ -396,6 +400,12 @@ class _Prover:
         if self.axis == "token" and is_rows and pl.same(op.shape[0], self.batch):
             return Split(0, Base(sympy.Integer(1)))
         return _whole(op)
+
+
+def _python_name(node: fx.Node) -> str:
+    """What a call calls, as users write it."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return f"torch.ops.{pl.operator_name(node)}" if is_operator else pl.operator_name(node)
 
 
 def _distinct(refused: Iterable[Refused]) -> Iterator[Refused]:
