@@ -453,8 +453,10 @@ def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], R
     Raises ConfigError where an operator has a rule already and `override` is not set.
     """
 
+    known = [graph.operator(operator) for operator in operators]
+
     def register(rule: Rule) -> Rule:
-        for operator in map(graph.operator, operators):
+        for operator in known:
             if operator in _RULES and not override:
                 raise ConfigError(f"operator {operator} has a placement rule already")
             _RULES[operator] = rule
