@@ -48,7 +48,7 @@ def annotate(name: str, *, slice: bool = True, axis: str = "auto") -> Mark:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"annotate expects a name for the region, found {name!r}")
     if axis not in AXES:
-        raise unknown_name("axis", str(axis), AXES, place=f"for region {name!r}")
+        raise unknown_name("value", str(axis), AXES, place=f"of axis for region {name!r}")
     if not slice and axis != "auto":
         raise ConfigError(f"region {name!r} has axis={axis!r} and slice=False; leave one out")
     marks: dict[str, Any] = {graph.REGION_KEY: name}
