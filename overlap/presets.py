@@ -1,6 +1,7 @@
 """The pipelines: which passes run, in which order. Written once, here.
 
-forward     on the captured forward, before autograd
+prepare     on the captured forward, before it is decided how to slice it
+forward     on it after that, before autograd
 joint       on the joint forward and backward, before they are partitioned
 inference   on a forward that has no backward
 final       on each graph that runs
@@ -20,9 +21,12 @@ from overlap.passes.simplify import Simplify
 from overlap.passes.slice import Slice
 from overlap.pipeline import Pass
 
+PREPARE = (Functionalize(),)  # slices read values, so a value is written once
+
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
+    prepare: tuple[Pass, ...]
     forward: tuple[Pass, ...]
     joint: tuple[Pass, ...]
     inference: tuple[Pass, ...]
@@ -32,10 +36,8 @@ class Preset:
 def moe(slices: int, axis: str = "batch") -> Preset:
     """Slice, merge what slicing takes apart, hide every collective."""
     return Preset(
-        forward=(
-            Functionalize(),  # slices read values, so a value is written once
-            Slice(slices=slices, axis=axis),
-        ),
+        prepare=PREPARE,
+        forward=(Slice(slices=slices, axis=axis),),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish
             Simplify(),
@@ -50,7 +52,7 @@ def moe(slices: int, axis: str = "batch") -> Preset:
     )
 
 
-NONE = Preset((), (), (), ())
+NONE = Preset((), (), (), (), ())
 
 PASSES = {
     pass_.name: pass_

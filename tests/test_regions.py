@@ -200,7 +200,9 @@ def test_a_region_needs_a_name(arguments: Any, message: str) -> None:
 
 
 def test_an_unknown_axis_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no value 'rows' of axis for region 'a'; the values are: auto, "):
+    with pytest.raises(
+        ConfigError, match="no value 'rows' of axis for region 'a'; the values are: auto, "
+    ):
         overlap.annotate("a", axis="rows")
 
 
