@@ -156,20 +156,6 @@ class HubMoE(nn.Module):
         return result.view_as(hidden)
 
 
-# --- a layer over a transport of its own ----------------------------------------------------------
-
-
-class OverTransport(routed.Layer):
-    def exchange(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        s, a2a = self.steps, transport_ops.all_to_all
-        even = [E // self.ranks] * self.ranks
-        received_PL = a2a(counts_E, even, even, self.group).view(self.ranks, -1)
-        ins, outs = counts_E.view(self.ranks, -1).sum(1).tolist(), received_PL.sum(1).tolist()
-        rows_ND, back = s.regroup(received_PL, a2a(rows_RD, outs, ins, self.group))
-        rows_ND = s.back(s.experts(self, rows_ND, received_PL), back)
-        return a2a(rows_ND, ins, outs, self.group)
-
-
 def make(name: str, group: str) -> nn.Module:
     match name:
         case "gemm":
@@ -177,7 +163,7 @@ def make(name: str, group: str) -> nn.Module:
         case "hub":
             return HubMoE(group, 2)
         case _:
-            return OverTransport(routed.Steps(), 2, group)
+            return transport_ops.Layer(routed.Steps(), 2, group)
 
 
 def compare_on_ranks(rank: int, ranks: int, names: Sequence[str]) -> list[tuple[int, ...]]:
@@ -220,7 +206,12 @@ def train(rank: int, ranks: int) -> tuple[str, list[str], list[str]]:
 @pytest.mark.dist
 def test_a_transport_is_scheduled_and_compared() -> None:
     [(dump, starts, remarks), other] = run_ranks(train, 2, timeout_s=280)
-    assert not remarks and len(starts) == 4 and starts == other[1]
+    assert not remarks and starts == other[1]
+    check_backward(dump, starts)
+
+
+def check_backward(dump: str, starts: list[str]) -> None:
+    assert len(starts) == 4
     lines = [line for line in dump.splitlines() if " by=overlap_tests.a2a_start" in line]
     assert len(lines) == 4 and all(" = all_to_all(" in line for line in lines)
     assert re.search(
@@ -236,6 +227,17 @@ def group() -> Iterator[str]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield dist.group.WORLD.group_name
     dist.destroy_process_group()
+
+
+def test_a_transport_in_one_process(group: str) -> None:
+    """Sliced along every axis, and through the backend; the other rank has no rows."""
+    assert compare_on_ranks(0, 2, ["transport"]) == [(3, 3, 2)]
+
+
+def test_a_transport_through_the_backend(group: str) -> None:
+    dump, starts, remarks = train(0, 2)
+    assert not remarks
+    check_backward(dump, starts)
 
 
 def test_an_unknown_operator_keeps_its_exchange_whole_and_says_how_to_register(group: str) -> None:

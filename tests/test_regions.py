@@ -13,12 +13,12 @@ from torch import Tensor, fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-from overlap import capture, collectives, compilation, graph, pipeline, report
+from overlap import capture, collectives, graph, pipeline, report
 from overlap.config import Config
 from overlap.errors import ConfigError
 from overlap.passes.functionalize import Functionalize
 from overlap.passes.slice import Slice, Sliced
-from tests import routed
+from tests import routed, transport_ops
 from tests.dist import run_ranks
 from tests.sliced import check_same, run
 
@@ -28,11 +28,16 @@ D = routed.D
 class Marked(nn.Module):
     """Routed layers, each in a region of its own where it has marks."""
 
-    def __init__(self, marks: list[dict[str, Any] | None], group: str) -> None:
+    def __init__(
+        self,
+        marks: list[dict[str, Any] | None],
+        group: str,
+        layer: Callable[..., nn.Module] = routed.Layer,
+    ) -> None:
         super().__init__()
         steps = routed.Steps()
         self.marks = marks
-        self.layers = nn.ModuleList(routed.Layer(steps, 2, group) for _ in marks)
+        self.layers = nn.ModuleList(layer(steps, 2, group) for _ in marks)
 
     def forward(self, x: Tensor) -> Tensor:
         for i, (layer, marks) in enumerate(zip(self.layers, self.marks, strict=True)):
@@ -223,22 +228,28 @@ MIXED = [{"axis": "expert"}, None, {"slice": False}, {"axis": "token"}]
 
 
 def train(rank: int, ranks: int) -> tuple[str, str, list[str]]:
-    module = Marked(MIXED, dist.group.WORLD.group_name)
+    module = Marked(MIXED, dist.group.WORLD.group_name, transport_ops.Layer)
     own = copy.deepcopy(module)
     step = torch.compile(own, backend="overlap", fullgraph=True, options={"slices": 2})
-    for rows in (5, 3 - 2 * rank):
-        x = torch.randn(rows, 6, D, generator=torch.Generator().manual_seed(rank))
-        check_same(run(own, step, (x,)), run(module, module, (x,)))
+    x = torch.randn(5 - rank, 6, D, generator=torch.Generator().manual_seed(rank))
+    check_same(run(own, step, (x,)), run(module, module, (x,)))
     found = report.explain(step)
-    [record, *_] = [r for r in compilation.records() if r.graphs]
-    return found.axis, str(found), [str(remark) for remark in record.remarks]
+    return found.axis, str(found), [str(remark) for remark in found.remarks]
+
+
+def check_mixed(axis: str, text: str, remarks: list[str]) -> None:
+    assert axis == "expert, token, batch"
+    assert "2 slices along the experts of each rank and the tokens of each exchange and" in text
+    assert "layers.0:moe0" in text
+    assert [r for r in remarks if "region 'moe2' stays whole" in r]
+    assert not [r for r in remarks if "refused" in r]
+
+
+def test_regions_in_one_process(group: str) -> None:
+    check_mixed(*train(0, 2))
 
 
 @pytest.mark.dist
 def test_regions_on_two_ranks() -> None:
-    for axis, text, remarks in run_ranks(train, 2, timeout_s=280):
-        assert axis == "expert, token, batch"
-        assert "2 slices along the experts of each rank and the tokens of each exchange and" in text
-        assert "layers.0:moe0" in text
-        assert [r for r in remarks if "region 'moe2' stays whole" in r]
-        assert not [r for r in remarks if "refused" in r]
+    for found in run_ranks(train, 2, timeout_s=280):
+        check_mixed(*found)
