@@ -230,7 +230,8 @@ MIXED = [{"axis": "expert"}, None, {"slice": False}, {"axis": "token"}]
 def train(rank: int, ranks: int) -> tuple[str, str, list[str]]:
     module = Marked(MIXED, dist.group.WORLD.group_name, transport_ops.Layer)
     own = copy.deepcopy(module)
-    step = torch.compile(own, backend="overlap", fullgraph=True, options={"slices": 2})
+    options = {"slices": 2, "axis": "batch"}
+    step = torch.compile(own, backend="overlap", fullgraph=True, options=options)
     x = torch.randn(5 - rank, 6, D, generator=torch.Generator().manual_seed(rank))
     check_same(run(own, step, (x,)), run(module, module, (x,)))
     found = report.explain(step)
