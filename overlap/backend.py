@@ -254,6 +254,7 @@ def _prepare(
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
+        record.axes = sliced.axes
     return captured.gm, preset
 
 

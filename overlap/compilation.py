@@ -98,6 +98,7 @@ class Compilation:
     local_sizes: of this rank's batch; graphs are priced at nominal ones.
     places: per group, how many programs ran collectives of it before this one did.
     slices, axis: how many slices were asked for or chosen, and along what.
+    axes: along what the program was cut, in order; regions may have axes of their own.
     choice: what they were chosen from.
     base_peak_bytes: peak in program order, before scheduling.
     runs: the passes that ran, with their times.
@@ -114,6 +115,7 @@ class Compilation:
     slices: int = 1
     axis: str = "batch"
     choice: Choice | None = None
+    axes: tuple[str, ...] = ()
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0

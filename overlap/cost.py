@@ -253,13 +253,15 @@ def _shares_rows(node: fx.Node) -> bool:
 
 
 def _bind_shares(node: fx.Node, sizes: Sizes) -> None:
-    args: Any = fake_arguments(node)[0]
     if graph.is_call(node, _aten.split_with_sizes):
+        args: Any = fake_arguments(node)[0]
         dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
         sides = [(args[0].shape[dim], args[1])]
     else:
-        received, sent = (part if isinstance(part, list | tuple) else () for part in args[1:3])
-        sides = [(args[0].shape[0], sent), (graph.fake_value(node).shape[0], received)]
+        fakes = cast(Any, fx.map_arg(collectives.splits_of(node), graph.fake_value))
+        rows = [graph.fake_value(collectives.rows_of(node)), graph.fake_value(node)]
+        num_sent, num_received = (next(graph.tensors_of(value)).shape[0] for value in rows)
+        sides = [(num_sent, fakes[1]), (num_received, fakes[0])]
     known = next((total for total, _ in sides if sizes.is_known(total)), None)
     if known is None:
         return
@@ -312,7 +314,7 @@ def register_cost(op: Any, cost: CostFunction) -> None:
 
     Raises ConfigError if the operator has a cost function already.
     """
-    if op in _COSTS:
+    if graph.operator(op) in _COSTS:
         raise ConfigError(f"operator {op} has a cost function already")
     _COSTS[op] = cost
 
@@ -385,7 +387,7 @@ def volume_of(start: fx.Node, num_ranks: int, sizes: Sizes) -> float:
     kind, num_bytes = collectives.kind_of(start), sizes.num_bytes(collectives.operand_of(start))
     if kind is Kind.ALL_TO_ALL:
         num_bytes = max([num_bytes, *_result_bytes(start, sizes)])
-    return kind.volume(num_bytes, num_ranks)
+    return collectives.volume_of(start, num_bytes, num_ranks)
 
 
 def work_of(node: fx.Node, sizes: Sizes) -> Work:

@@ -198,7 +198,8 @@ class Region:
 class Report:
     """What was decided for one compiled program, and what it is worth.
 
-    slices, axis: asked for, or chosen.
+    slices, axis: asked for, or chosen; where regions have axes of their own, all of them, as
+        "expert, batch".
     profile: name of the hardware profile behind the predictions.
     choice: what slices and axis were chosen from, None if nothing was sliced.
     costs: the cost table behind them and what of it was used, "" if it is the profile's formulas.
@@ -379,7 +380,7 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
     scheduled = [one for one in record.graphs if one.scheduled is not None]
     report = Report(
         slices=record.slices,
-        axis=record.axis,
+        axis=", ".join(record.axes) or record.axis,
         numerics=record.config.numerics,
         profile=record.profile.name if record.profile else "",
         costs=_costs(record),
@@ -517,7 +518,7 @@ _AXES = {
 
 
 def headline(report: Report) -> str:
-    along = _AXES[report.axis]
+    along = " and ".join(_AXES[axis] for axis in report.axis.split(", "))
     slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along {along}"
     return (
         f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "

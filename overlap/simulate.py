@@ -222,8 +222,8 @@ class _Memory:
     def _results(self, i: int, node: fx.Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
-        if collectives.is_wait(node) and isinstance(node.args[0], fx.Node):
-            return self.of(node.args[0])
+        if collectives.is_wait(node):
+            return self.of(collectives.awaited(node))
         aliased = _aliased_node(node)
         if aliased is not None and len(self.of(aliased)) == 1:
             return self.of(aliased)

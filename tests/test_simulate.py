@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from overlap import collectives, cost, graph, schedule, simulate
+from overlap import collectives, cost, schedule, simulate
 from overlap.collectives import Kind, Transport
 from overlap.errors import PassError
 from overlap.simulate import Event, Machine, Program, Storage, TaskKind, Timeline
@@ -265,9 +265,7 @@ def test_point_to_point_keeps_its_order():
 
     send.register_fake(lambda x, group: torch.empty_like(x))
     packet = torch.ops.overlap_tests.send
-    collectives.register_transport(
-        Transport(packet, Kind.P2P, lambda n: n.args[1], lambda n: graph.fake_value(n.args[0]))
-    )
+    collectives.register_transport(Transport(packet, Kind.P2P, rows="x", group="group"))
     gm = trace(lambda x: [wait(s) for s in [send(x, "pp"), send(x, "pp")]], torch.zeros(4))
     found = extract(gm)
     assert deps_of(found, "send_1") == {"x_1", "send"}
