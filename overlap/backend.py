@@ -3,6 +3,8 @@
     Dynamo ─▶ capture ─▶ functionalize, slice ─▶ AOTAutograd ─▶ joint passes ─▶ partition
            ─▶ schedule, legalize ─▶ run
 
+With `whole_step`, the two graphs of the partition are joined before they are scheduled.
+
 The first, static compile is restarted with the sizes of the data symbolic, so that one program
 serves every batch and its decisions know no local size (docs/adr/0003).
 """
@@ -23,7 +25,7 @@ from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from overlap import capture, collectives, compilation, cost, graph, presets, simulate
+from overlap import capture, collectives, compilation, cost, graph, presets, simulate, whole_step
 from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
@@ -126,11 +128,15 @@ def _may_become_symbolic(value: torch.Tensor, dim: int, size: int | torch.SymInt
 
 @dataclasses.dataclass
 class _Session:
-    """One compilation: what its passes share, from the forward to the backward graph."""
+    """One compilation: what its passes share, from the forward to the backward graph.
+
+    captured: the forward as it was sliced, None where it could not be captured.
+    """
 
     record: Compilation
     ctx: Context
     preset: presets.Preset
+    captured: fx.GraphModule | None = None
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
@@ -139,9 +145,11 @@ class _Session:
     def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
         """Run the final passes over a graph that will run, and record what was decided."""
         config = self.record.config
-        self.ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
-        run(gm, self.preset.final, self.ctx)
-        self.record.add_graph(kind, gm, self.ctx.take(Scheduled))
+        # That a scaling of gradients hides nothing is nothing to remark.
+        ctx = dataclasses.replace(self.ctx, remarks=[]) if kind == "scale" else self.ctx
+        ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
+        run(gm, self.preset.final, ctx)
+        self.record.add_graph(kind, gm, ctx.take(Scheduled))
 
 
 def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
@@ -162,7 +170,7 @@ def _compile(
     record.profile = profile
     ctx.provide(profile)
     program, preset = _prepare(gm, ctx, record)
-    session = _Session(record, ctx, preset)
+    session = _Session(record, ctx, preset, program if program is not gm else None)
     if preset is presets.NONE:
         return _through_autograd(
             gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm)
@@ -229,10 +237,33 @@ def _partition(
     run(joint_gm, session.preset.joint, session.ctx)
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)
+    parts = _joined(session, parts, options["num_fwd_outputs"])
     for part in parts:
         graph.set_phase(part, graph.Phase.NORMALIZED)
     session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
     return parts
+
+
+def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> whole_step.Parts:
+    """The parts as one step and its scaling, where that is asked for and may be."""
+    record, ctx = session.record, session.ctx
+    try:
+        if session.captured is None:
+            raise whole_step.Refused(
+                "what cannot be traced may have a backward that is not linear", "see above"
+            )
+        whole_step.check_operators(session.captured)
+        whole_step.check_parts(parts, num_outputs)
+    except whole_step.Refused as refused:
+        if record.config.whole_step:
+            text = f"forward and backward stay two graphs: {refused.reason}"
+            ctx.remark("refused", text, advice=refused.advice)
+        return parts
+    if not record.config.whole_step:
+        ctx.remark("note", "whole_step=True would hide communication across forward and backward")
+        return parts
+    record.is_whole_step = True
+    return whole_step.join(parts, num_outputs, ctx.group_size)
 
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:
@@ -251,6 +282,8 @@ def _compile_graph(
         run(gm, session.preset.inference, session.ctx)
         session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
+    if session.record.is_whole_step:
+        kind = {"forward": "step", "backward": "scale"}[kind]
     session.final(kind, gm, session.record.base_peak_bytes)
     return _compared_callable(session.record, kind, gm)
 

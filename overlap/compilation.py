@@ -67,7 +67,8 @@ def collectives_of(gm: fx.GraphModule) -> tuple[CompiledCollective, ...]:
 class CompiledGraph:
     """One graph that runs.
 
-    kind: "forward", "backward" or "inference".
+    kind: "forward", "backward" or "inference"; in a whole step "step", which computes loss and
+        gradients, and "scale", which multiplies them by the tangent.
     dump: its text after all passes.
     collectives: in the order of their starts.
     scheduled: program, machine and schedule; None where no schedule ran.
@@ -93,6 +94,7 @@ class Compilation:
     structure: of the program as captured; ranks with other batches share it.
     places: per group, how many programs ran collectives of it before this one did.
     slices: how many slices were asked for or chosen.
+    is_whole_step: whether forward and backward are one graph.
     base_peak_bytes: peak in program order, before scheduling.
     """
 
@@ -102,6 +104,7 @@ class Compilation:
     structure: str = ""
     profile: Profile | None = None
     slices: int = 1
+    is_whole_step: bool = False
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0
@@ -137,7 +140,13 @@ class Compilation:
     def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {"slices": self.slices, "check_steps": self.config.check_steps}
+        options = {
+            "slices": self.slices,
+            "check_steps": self.config.check_steps,
+            "whole_step": self.is_whole_step,
+        }
+        # What runs first meets under one key, so that a rank with a whole step meets one without.
+        kind = {"step": "forward", "scale": "backward"}.get(kind, kind)
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]
