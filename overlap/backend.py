@@ -223,7 +223,7 @@ def _prepare(
         return gm, presets.NONE
     slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
     record.slices = slices
-    preset = presets.moe(slices)
+    preset = presets.moe(slices, config.whole_step)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
@@ -250,7 +250,8 @@ def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> who
     try:
         if session.captured is None:
             raise whole_step.Refused(
-                "what cannot be traced may have a backward that is not linear", "see above"
+                "what does not trace may have a backward that is not linear",
+                "see the remark before",
             )
         whole_step.check_operators(session.captured)
         whole_step.check_parts(parts, num_outputs)

@@ -196,7 +196,7 @@ def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[
         if earlier is not record and earlier.graphs and earlier.is_same_code(record):
             return earlier.slices
     assert record.profile is not None
-    load = Load.of(gm, record.profile, group_size, record.is_trained)
+    load = Load.of(gm, record.profile, group_size, record.is_trained, record.config.whole_step)
     best = min(CANDIDATE_SLICES, key=load.predicted_us)
     return best if load.predicted_us(1) >= _LEAST_GAIN * load.predicted_us(best) else 1
 
@@ -205,7 +205,7 @@ def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[
 class Load:
     """What an un-sliced forward occupies, in microseconds: kernels, launches, links, latencies.
 
-    is_trained: whether a backward follows.
+    is_trained: whether a backward follows. is_whole_step: in one graph with the forward.
     """
 
     compute_us: float
@@ -213,6 +213,7 @@ class Load:
     comm_us: float
     latency_us: float
     is_trained: bool = True
+    is_whole_step: bool = False
 
     @classmethod
     def of(
@@ -221,6 +222,7 @@ class Load:
         profile: Profile,
         group_size: Callable[[str], int],
         is_trained: bool = True,
+        is_whole_step: bool = False,
     ) -> Load:
         costs = cost.estimate(gm, profile, group_size)
         starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
@@ -230,29 +232,33 @@ class Load:
             comm_us=sum(costs.of(node).collective_us for node in starts),
             latency_us=profile.latency_us * len(starts),
             is_trained=is_trained,
+            is_whole_step=is_whole_step,
         )
 
     def predicted_us(self, slices: int) -> float:
         """The time of the forward, and of the backward if there is one, in `slices` slices.
 
-        They are graphs of their own: what is left over in one hides nothing of the other. A
-        backward computes a gradient for both operands of a product and sends as much.
+        A backward computes a gradient for both operands of a product and sends as much. What is
+        left over in one of two graphs hides nothing of the other.
         """
-        forward_us = self._graph_us(slices, self.compute_us, self.launch_us)
+        forward_us = self._graph_us(slices, compute=1, nodes=1, comm=1)
         if not self.is_trained:
             return forward_us
-        backward_us = self._graph_us(slices, 2 * self.compute_us, _BACKWARD_NODES * self.launch_us)
-        return forward_us + backward_us
+        if self.is_whole_step:
+            return self._graph_us(slices, compute=3, nodes=1 + _BACKWARD_NODES, comm=2)
+        return forward_us + self._graph_us(slices, compute=2, nodes=_BACKWARD_NODES, comm=1)
 
-    def _graph_us(self, slices: int, compute_us: float, launch_us: float) -> float:
-        """The two-resource bound.
+    def _graph_us(self, slices: int, compute: float, nodes: float, comm: float) -> float:
+        """The two-resource bound, for so many times what the forward computes, launches and sends.
 
         Un-sliced, communication and compute add up. With N slices the longer of the two remains,
         plus a part of one slice of the shorter: stages of one slice are not as long as those of
         another.
         """
-        if slices == 1 or not self.comm_us:
-            return compute_us + launch_us + self.comm_us
+        compute_us, launch_us = compute * self.compute_us, nodes * self.launch_us
+        comm_us = comm * self.comm_us
+        if slices == 1 or not comm_us:
+            return compute_us + launch_us + comm_us
         compute_us = compute_us * (1 + _SLICE_TAX * (slices - 1)) + launch_us * slices
-        comm_us = self.comm_us + self.latency_us * (slices - 1)
+        comm_us += comm * self.latency_us * (slices - 1)
         return max(compute_us, comm_us) + _BUBBLE * min(compute_us, comm_us) / slices

@@ -15,6 +15,7 @@ from overlap.passes.legalize import Legalize
 from overlap.passes.merge_wgrad import MergeWgrad
 from overlap.passes.normalize import Normalize
 from overlap.passes.recompute import Recompute
+from overlap.passes.rowwise_loss import RowwiseLoss
 from overlap.passes.schedule import Schedule
 from overlap.passes.simplify import Simplify
 from overlap.passes.slice import Slice
@@ -29,12 +30,14 @@ class Preset:
     final: tuple[Pass, ...]
 
 
-def moe(slices: int) -> Preset:
-    """Slice along the batch, merge what slicing takes apart, hide every collective."""
+def moe(slices: int, whole_step: bool = False) -> Preset:
+    """Slice along the batch, merge what slicing takes apart, hide every collective. For a whole
+    step slices stay apart through the loss, where their backward begins."""
     return Preset(
         forward=(
             Functionalize(),  # slices read values, so a value is written once
-            Slice(slices=slices),
+            RowwiseLoss(is_on=whole_step),
+            Slice(slices=slices, whole_step=whole_step),
         ),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish
@@ -56,6 +59,7 @@ PASSES = {
     pass_.name: pass_
     for pass_ in (
         Functionalize,
+        RowwiseLoss,
         Slice,
         Normalize,
         Simplify,

@@ -83,7 +83,7 @@ class Plan:
         return not decision.once and pl.is_sliced(decision.placement)
 
 
-def analyse(gm: fx.GraphModule) -> Plan:
+def analyse(gm: fx.GraphModule, trim_end: bool = True) -> Plan:
     """The plan that slices the most collectives; of equal ones, along the first input's dim 0.
 
     Raises PassError where there is no batch, or a value that slices need cannot be had.
@@ -93,7 +93,7 @@ def analyse(gm: fx.GraphModule) -> Plan:
     problem: PassError | None = None
     for batch_input in _batch_inputs(gm):
         try:
-            plan = trimmed(gm, prove(gm, batch_input))
+            plan = trimmed(gm, prove(gm, batch_input), trim_end)
         except PassError as error:
             problem = problem or error
             continue
@@ -503,9 +503,10 @@ def _sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tu
     )
 
 
-def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
-    """Leave out of the region what gains nothing: lookups of inputs before it; behind its last
-    collective whatever is whole already, and products that would enlarge what has to be joined."""
+def trimmed(gm: fx.GraphModule, plan: Plan, trim_end: bool = True) -> Plan:
+    """Leave out of the region what gains nothing: lookups of inputs before it; with `trim_end`,
+    behind its last collective whatever is whole already, and products that would enlarge what has
+    to be joined."""
     before_start = _ancestors(n for n in gm.graph.nodes if collectives.is_start(n))
     result = dict(plan.decisions)
 
@@ -520,7 +521,7 @@ def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
             continue
         all_whole = all(is_whole(n) for n in sliced)
         is_lookup = all_whole and graph.is_call(node, aten.embedding)
-        is_tail = node not in before_start
+        is_tail = trim_end and node not in before_start
         if is_lookup or (is_tail and (all_whole or _enlarges(node, sliced))):
             result[node] = Decision(decision.placement, once=True)
     return dataclasses.replace(plan, decisions=result, sliced_starts=_sliced_starts(gm, result))

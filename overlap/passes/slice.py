@@ -52,9 +52,14 @@ class Sliced:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Slice along the batch axis into `slices` parts; 1 leaves the graph alone."""
+    """Slice along the batch axis into `slices` parts; 1 leaves the graph alone.
+
+    whole_step: whether the backward will be in one graph with the forward, so that slices gain by
+        staying apart behind their last collective.
+    """
 
     slices: int
+    whole_step: bool = False
     name: str = "slice"
     effect: Effect = Effect.REWRITE
     requires: Phase = Phase.FORWARD
@@ -64,7 +69,7 @@ class Slice:
         if self.slices == 1:
             return
         try:
-            plan = slicing.analyse(gm)
+            plan = slicing.analyse(gm, trim_end=not self.whole_step)
             sliced = self._apply(gm, ctx, plan)
         except PassError as error:
             if ctx.config.strict:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from overlap.errors import DivergenceError
 
@@ -37,7 +38,7 @@ def factor_of(tangent: Tensor, gathered: Sequence[Tensor], groups: Sequence[str]
     for group, of_ranks_R in zip(groups, gathered, strict=True):
         _check_equal(group, of_ranks_R.tolist())
     # Of a graph that is kept, another backward hands the same tensors out again.
-    is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+    is_kept = _autograd._get_current_graph_task_keep_graph()
     return None if tangent.item() == 1 and not is_kept else tangent
 
 
