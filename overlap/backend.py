@@ -261,7 +261,7 @@ def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> who
             ctx.remark("refused", text, advice=refused.advice)
         return parts
     if not record.config.whole_step:
-        ctx.remark("note", "whole_step=True would hide communication across forward and backward")
+        ctx.remark("note", "one graph for forward and backward, whole_step=True, may hide more")
         return parts
     record.is_whole_step = True
     return whole_step.join(parts, num_outputs, ctx.group_size)
@@ -284,7 +284,7 @@ def _compile_graph(
         session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
     if session.record.is_whole_step:
-        kind = {"forward": "step", "backward": "scale"}[kind]
+        kind = {"forward": "step", "backward": "scale"}.get(kind, kind)
     session.final(kind, gm, session.record.base_peak_bytes)
     return _compared_callable(session.record, kind, gm)
 

@@ -36,7 +36,7 @@ def moe(slices: int, whole_step: bool = False) -> Preset:
     return Preset(
         forward=(
             Functionalize(),  # slices read values, so a value is written once
-            RowwiseLoss(is_on=whole_step),
+            RowwiseLoss(is_on=whole_step and slices > 1),
             Slice(slices=slices, whole_step=whole_step),
         ),
         joint=(

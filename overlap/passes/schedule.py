@@ -88,8 +88,11 @@ def start_order(gm: fx.GraphModule) -> dict[str, list[int]]:
     """Per group, the positions of its starts in the order in which every rank runs them.
 
     Collectives come in order of how many precede them on a path, then of which was preceded first,
-    then of the program: the slice whose forward is done first begins its backward. One that moves
-    integers prepares another, such as an exchange of counts, and comes right before it.
+    then of the program. One that moves integers prepares another, such as an exchange of counts,
+    and comes right before it.
+
+    In a whole step, the slice whose forward is done first begins its backward; and as autograd adds
+    up gradients from the last slice to the first, the last one goes first.
     """
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -113,12 +116,16 @@ def _turns(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         before = max((depth[source] for source in node.all_input_nodes), default=0)
         depth[node] = before + _moves_data(node)
         by_depth.setdefault(depth[node], []).append(node)
+    is_whole_step = len({graph.is_backward(node) for node in nodes if _moves_data(node)}) == 2
+
+    def turn(start: fx.Node) -> tuple[int, int]:
+        before = max((latest[source] for source in start.all_input_nodes), default=-1)
+        return before, -(graph.tag_of(start).slice or 0) if is_whole_step else 0
+
     turns: dict[fx.Node, int] = {}
     latest: dict[fx.Node, int] = {}  # the turn of the last collective up to here on any path
     for _, level in sorted(by_depth.items()):
-        starts = [node for node in level if _moves_data(node)]
-        before = {s: max((latest[n] for n in s.all_input_nodes), default=-1) for s in starts}
-        for start in sorted(starts, key=before.__getitem__):
+        for start in sorted(filter(_moves_data, level), key=turn):
             turns[start] = latest[start] = len(turns)
         for node in level:
             if node not in turns:
