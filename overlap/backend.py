@@ -223,7 +223,8 @@ def _prepare(
         return gm, presets.NONE
     slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
     record.slices = slices
-    preset = presets.moe(slices, config.whole_step)
+    record.axis = "batch" if config.axis == "auto" else config.axis
+    preset = presets.moe(slices, record.axis, config.whole_step)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated

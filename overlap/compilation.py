@@ -93,7 +93,7 @@ class Compilation:
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
     places: per group, how many programs ran collectives of it before this one did.
-    slices: how many slices were asked for or chosen.
+    slices, axis: how many slices were asked for or chosen, and along what.
     is_whole_step: whether forward and backward are one graph.
     base_peak_bytes: peak in program order, before scheduling.
     """
@@ -104,6 +104,7 @@ class Compilation:
     structure: str = ""
     profile: Profile | None = None
     slices: int = 1
+    axis: str = "batch"
     is_whole_step: bool = False
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
@@ -142,6 +143,7 @@ class Compilation:
         ranks. Raises DivergenceError if they decided otherwise."""
         options = {
             "slices": self.slices,
+            "axis": self.axis,
             "check_steps": self.config.check_steps,
             "whole_step": self.is_whole_step,
         }

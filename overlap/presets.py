@@ -30,14 +30,14 @@ class Preset:
     final: tuple[Pass, ...]
 
 
-def moe(slices: int, whole_step: bool = False) -> Preset:
-    """Slice along the batch, merge what slicing takes apart, hide every collective. For a whole
-    step slices stay apart through the loss, where their backward begins."""
+def moe(slices: int, axis: str = "batch", whole_step: bool = False) -> Preset:
+    """Slice, merge what slicing takes apart, hide every collective. For a whole step, slices of the
+    batch stay apart through the loss, where their backward begins."""
     return Preset(
         forward=(
             Functionalize(),  # slices read values, so a value is written once
-            RowwiseLoss(is_on=whole_step and slices > 1),
-            Slice(slices=slices, whole_step=whole_step),
+            RowwiseLoss(is_on=whole_step and axis == "batch" and slices > 1),
+            Slice(slices=slices, axis=axis, whole_step=whole_step),
         ),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish

@@ -189,13 +189,15 @@ class Region:
 class Report:
     """What was decided for one compiled program, and what it is worth.
 
-    slices: asked for, or chosen. profile: name of the hardware profile behind the predictions.
+    slices, axis: asked for, or chosen.
+    profile: name of the hardware profile behind the predictions.
     reassociated: sums over sliced rows that may be added in another order.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
     measured: a step that ran, None if none was given.
     """
 
     slices: int
+    axis: str
     numerics: str
     profile: str
     graphs: tuple[GraphReport, ...]
@@ -224,6 +226,7 @@ class Report:
         """Plain data: everything but the dumps and the timelines."""
         return {
             "slices": self.slices,
+            "axis": self.axis,
             "numerics": self.numerics,
             "profile": self.profile,
             "regions": [dataclasses.asdict(region) for region in self.regions],
@@ -354,6 +357,7 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
     scheduled = [one for one in record.graphs if one.scheduled is not None]
     report = Report(
         slices=record.slices,
+        axis=record.axis,
         numerics=record.config.numerics,
         profile=record.profile.name if record.profile else "",
         graphs=tuple(map(_graph_report, scheduled)),
@@ -472,8 +476,16 @@ def collective_rows(report: Report) -> list[CollectiveRow]:
     ]
 
 
+_AXES = {
+    "batch": "the batch",
+    "token": "the tokens of each exchange",
+    "expert": "the experts of each rank",
+}
+
+
 def headline(report: Report) -> str:
-    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along the batch"
+    along = _AXES[report.axis]
+    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along {along}"
     return (
         f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "
         f"compiled in {report.compile_s:.1f} s"
@@ -499,6 +511,8 @@ def reassociated_line(report: Report) -> str:
     """What may round otherwise than in the program as written, in words."""
     if report.slices == 1 or report.numerics == "exact":
         return "no sum is added in another order than in the program as written"
+    if not report.reassociated and report.axis == "expert":
+        return "no sum is added in another order: slices of experts leave every sum as it is"
     if not report.reassociated:
         return "sums over sliced rows may be added in another order, in fp32 or better"
     return f"added in another order, in fp32 or better: {', '.join(report.reassociated)}"
