@@ -265,7 +265,17 @@ def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> who
         ctx.remark("note", "one graph for forward and backward, whole_step=True, may hide more")
         return parts
     record.is_whole_step = True
-    return whole_step.join(parts, num_outputs, ctx.group_size)
+    step, scale = whole_step.join(parts, num_outputs, ctx.group_size)
+    if meeting := whole_step.meeting(step):
+        ctx.remark(
+            "skipped",
+            "waits for all slices, so none begins its backward while others are in their forward",
+            meeting,
+            "sum up a loss per row, in fp32"
+            if record.axis == "batch"
+            else f"axis='batch' keeps slices apart where axis={record.axis!r} joins them",
+        )
+    return step, scale
 
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from overlap import collectives, graph, printing
+from overlap import collectives, graph, printing, slicing
 from overlap.errors import OverlapError
 from overlap.runtime import scaling
 
@@ -110,14 +110,32 @@ def join(parts: Parts, num_outputs: int, group_size: Callable[[str], int]) -> Pa
     return step, _make_scaling(step, backward, num_outputs, mixing, group_size)
 
 
+def meeting(step: fx.GraphModule) -> fx.Node | None:
+    """The node of the forward that every collective of the backward waits for and that itself waits
+    for collectives of all slices; None where a slice may begin its backward before others end their
+    forward, or where there is one slice."""
+    slices: dict[fx.Node, frozenset[int]] = {}
+    last: list[fx.Node] = []
+    for node in step.graph.nodes:
+        slices[node] = frozenset[int]().union(*(slices[n] for n in node.all_input_nodes))
+        if collectives.is_start(node) and graph.is_backward(node):
+            last.append(node)
+        elif collectives.is_start(node) and (index := graph.tag_of(node).slice) is not None:
+            slices[node] |= {index}
+    all_slices = frozenset[int]().union(*slices.values())
+    if len(all_slices) < 2 or not last or any(slices[node] != all_slices for node in last):
+        return None
+    needed = slicing.ancestors(last)
+    return next(n for n in slices if n in needed and slices[n] == all_slices)
+
+
 def _join(forward: fx.GraphModule, backward: fx.GraphModule, num_outputs: int) -> fx.GraphModule:
     joined = fx.Graph()
     results: Any = joined.graph_copy(forward.graph, {})
     outputs, saved = list(results[:num_outputs]), list(results[num_outputs:])
-    sizes = [node for node in saved if not _is_tensor(node)]  # come first in a backward
-    tensors = [node for node in saved if _is_tensor(node)]
+    saved.sort(key=lambda node: not graph.is_size(node))  # sizes come first in a backward
     *_, tangent = inputs = graph.placeholders(backward.graph)
-    given = dict(zip(inputs, [*sizes, *tensors, _make_one(joined, tangent)], strict=True))
+    given = dict(zip(inputs, [*saved, _make_one(joined, tangent)], strict=True))
     gradients: Any = joined.graph_copy(backward.graph, given)
     joined.output((*outputs, *_distinct(gradients)))
     return fx.GraphModule(_attributes(forward) | _attributes(backward), joined)
@@ -194,10 +212,6 @@ def _gradients(backward: fx.GraphModule) -> list[fx.Node]:
 
 def _distinct(results: Iterable[Any]) -> list[fx.Node]:
     return list(dict.fromkeys(node for node in results if isinstance(node, fx.Node)))
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(graph.fake_value(node), torch.Tensor)
 
 
 def _attributes(gm: fx.GraphModule) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -110,26 +110,46 @@ def test_an_infinite_loss_shows_in_the_gradients() -> None:
     assert not any(gradient.isfinite().any() for gradient in gradients(module).values())
 
 
+def factor(
+    tangent: Tensor, gathered: Sequence[Tensor] = (), groups: Sequence[str] = (), keep: bool = False
+) -> Tensor | None:
+    """`scaling.factor_of` as a backward calls it."""
+    found: list[Tensor | None] = []
+    y = torch.ones((), requires_grad=True).clone()
+    y.register_hook(lambda _: found.append(scaling.factor_of(tangent, gathered, groups)))
+    y.backward(retain_graph=keep)
+    return found[0]
+
+
 def test_a_tangent_of_one_costs_no_pass_over_the_gradients() -> None:
-    gradient = torch.ones(3)
-    one, other = torch.tensor(1.0), torch.tensor(2.0)
-    assert scaling.scaled(gradient, scaling.factor_of(one, [], [])) is gradient
-    assert scaling.copied_if_same(gradient, scaling.factor_of(one, [], [])) is not gradient
-    twice = scaling.scaled(gradient.bfloat16(), scaling.factor_of(other, [], []))
+    module, step, _ = two()
+    loss = step(torch.randn(4, 8))
+    kept = {tensor.data_ptr() for tensor in loss.grad_fn.saved_tensors}
+    loss.backward()
+    assert {gradient.data_ptr() for gradient in gradients(module).values()} <= kept
+
+
+def test_gradients_are_scaled_out_of_place_in_their_own_dtype() -> None:
+    gradient, double = torch.ones(3), torch.tensor(2.0)
+    one = factor(torch.tensor(1.0))
+    assert scaling.scaled(gradient, one) is gradient
+    assert scaling.copied_if_same(gradient, one) is not gradient
+    assert factor(torch.tensor(1.0), keep=True) is not None
+    twice = scaling.scaled(gradient.bfloat16(), factor(double))
     assert twice.dtype is torch.bfloat16 and twice.tolist() == [2, 2, 2]
     assert gradient.tolist() == [1, 1, 1]
-    zero_dim = scaling.scaled(torch.tensor(1.5, dtype=torch.bfloat16), other)
+    zero_dim = scaling.scaled(torch.tensor(1.5, dtype=torch.bfloat16), double)
     assert zero_dim.dtype is torch.bfloat16
 
 
 def test_ranks_that_scale_their_losses_differently_are_told() -> None:
     one = torch.tensor(1.0)
     same, different = torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.5])
-    assert scaling.factor_of(one, [same], ["ep"]) is None
+    assert factor(one, [same], ["ep"]) is None
     with pytest.raises(DivergenceError, match=r"group 'dp' scale .*: \[1.0, 0.5\]; .* inside the"):
-        scaling.factor_of(one, [same, different], ["ep", "dp"])
+        factor(one, [same, different], ["ep", "dp"])
     nan = torch.tensor(float("nan"))
-    assert scaling.factor_of(nan, [nan.expand(2)], ["ep"]) is nan
+    assert factor(nan, [nan.expand(2)], ["ep"]) is nan
 
 
 def test_a_device_is_not_read_and_gradients_become_nan() -> None:
@@ -154,7 +174,7 @@ def test_a_kept_graph_runs_backward_as_often_as_one_likes() -> None:
     torch.testing.assert_close(gradients(module), gradients(written))
 
 
-def test_two_forwards_before_two_backwards_in_either_order() -> None:
+def test_doubleforwards_before_doublebackwards_in_either_order() -> None:
     module, step, written = two()
     x_BD, z_BD = torch.randn(4, 8), torch.randn(4, 8)
     first, second = step(x_BD), step(z_BD)
