@@ -48,6 +48,13 @@ class TokenLoss(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten())
 
 
+class SquareLoss(BlockLoss):
+    """The same of squares, whose gradients need the forward."""
+
+    def forward(self, x_BSD: Tensor, weight_BSD: Tensor) -> Tensor:
+        return (self.block(x_BSD).square() * weight_BSD).sum() / x_BSD.shape[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """Of each backward: (loss, as written), and the error of gradients against fp64, (own, as
@@ -60,8 +67,11 @@ class Outcome:
     remarks: list[str]
 
 
-def outcome(losses: list[Any], errors: list[Any]) -> Outcome:
-    record = compilation.records()[-1]
+def outcome(
+    losses: list[Any], errors: list[Any], record: compilation.Compilation | None = None
+) -> Outcome:
+    """`record`: the last one, unless given."""
+    record = record or compilation.records()[-1]
     return Outcome(
         losses,
         errors,
@@ -128,6 +138,47 @@ def test_accumulated_gradients_of_several_batches() -> None:
     check(second)
     assert first.losses[0][0] == first.losses[0][1]
     assert first.starts == second.starts
+
+
+MEET = "axis='batch' keeps slices apart"
+"""Of a remark where slices meet between forward and backward."""
+
+
+def train_steps(rank: int, num_ranks: int, axis: str) -> tuple[Outcome, list[str]]:
+    """Steps of an optimizer, each of two batches whose losses are scaled by 3, with a validation
+    without gradients after each. The kinds of all graphs beside."""
+    written = SquareLoss()
+    own, exact = copy.deepcopy(written), copy.deepcopy(written).double()
+    step = compiled(own, axis=axis)
+    losses: list[tuple[float, float]] = []
+    errors: list[tuple[float, float]] = []
+    for seed in range(3):
+        found: list[list[Tensor]] = []
+        validated: list[float] = []
+        for module, call in ((own, step), (written, written), (exact, exact)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+            dtype = torch.float64 if module is exact else torch.float32
+            batches = [[x.to(dtype) for x in rows(2 * seed + i, 8)] for i in range(2)]
+            for batch in batches:
+                (3.0 * call(*batch)).backward()
+            optimizer.step()
+            found.append(gradients(module))
+            with torch.no_grad():
+                validated.append(call(*batches[0]).item())
+        losses.append((validated[0], validated[1]))
+        errors.append((worst(found[0], found[2]), worst(found[1], found[2])))
+    kinds = [one.kind for record in compilation.records() for one in record.graphs]
+    trained = next(record for record in compilation.records() if record.is_whole_step)
+    return outcome(losses, errors, trained), kinds
+
+
+@pytest.mark.parametrize("axis", ["batch", "token", "expert"])
+def test_steps_of_an_optimizer_along_every_axis(axis: str) -> None:
+    for found, kinds in run_ranks(train_steps, 2, axis, timeout_s=280):
+        check(found, rounding=1e-5)  # of weights that have drifted apart as well
+        assert kinds == ["step", "scale", "inference"]
+        assert any("slice 1" in start for start in found.starts)
+        assert any(MEET in remark for remark in found.remarks) == (axis != "batch")
 
 
 def train_tokens(rank: int, num_ranks: int) -> Outcome:

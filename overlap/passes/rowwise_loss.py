@@ -6,7 +6,7 @@
 
 Why it is correct: it is what the reduction stands for. The rows of a slice, and their gradients,
 then need no other slice's, so a slice begins its backward while others are in their forward: of use
-where both are one graph. Only in fp32 or better, without weights of classes or smoothed labels.
+where both are one graph. Only in fp32 or better, for class indices without weights of classes.
 
 Cost: the loss is summed in another order; a few small kernels.
 """
@@ -49,12 +49,11 @@ class RowwiseLoss:
 
 
 def _is_plain(arguments: dict[str, Any]) -> bool:
-    """Whether it is a reduced cross-entropy of class indices and nothing more."""
+    """Whether it is a reduced cross-entropy of class indices that all count alike."""
     logits, target = (graph.fake_value(arguments[name]) for name in ("self", "target"))
     return (
         arguments["reduction"] != _NONE
         and arguments["weight"] is None
-        and arguments["label_smoothing"] == 0
         and logits.dtype in (torch.float32, torch.float64)
         and not target.is_floating_point()
         and logits.dim() > 1
@@ -62,9 +61,10 @@ def _is_plain(arguments: dict[str, Any]) -> bool:
 
 
 def _take_apart(node: fx.Node, arguments: dict[str, Any]) -> None:
-    logits, target, ignored = (arguments[name] for name in ("self", "target", "ignore_index"))
+    target, ignored = arguments["target"], arguments["ignore_index"]
+    of_rows = arguments | {"reduction": _NONE}  # in the order of the schema
     with node.graph.inserting_before(node):
-        rows = graph.call_like(node, node.target, (logits, target, None, _NONE, ignored))
+        rows = graph.call_like(node, node.target, tuple(of_rows.values()))
         loss = graph.call_like(node, aten.sum.default, (rows,))
         if arguments["reduction"] == _MEAN:
             is_counted = graph.call_like(node, aten.ne.Scalar, (target, ignored))
