@@ -91,8 +91,8 @@ def start_order(gm: fx.GraphModule) -> dict[str, list[int]]:
     then of the program. One that moves integers prepares another, such as an exchange of counts,
     and comes right before it.
 
-    In a whole step, the slice whose forward is done first begins its backward; and as autograd adds
-    up gradients from the last slice to the first, the last one goes first.
+    Where forward and backward share a graph, the slice whose forward is done first begins its
+    backward; as autograd adds up gradients from the last slice to the first, the last goes first.
     """
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
@@ -116,11 +116,11 @@ def _turns(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
         before = max((depth[source] for source in node.all_input_nodes), default=0)
         depth[node] = before + _moves_data(node)
         by_depth.setdefault(depth[node], []).append(node)
-    is_whole_step = len({graph.is_backward(node) for node in nodes if _moves_data(node)}) == 2
+    is_shared = len({graph.is_backward(node) for node in nodes if _moves_data(node)}) == 2
 
     def turn(start: fx.Node) -> tuple[int, int]:
         before = max((latest[source] for source in start.all_input_nodes), default=-1)
-        return before, -(graph.tag_of(start).slice or 0) if is_whole_step else 0
+        return before, -(graph.tag_of(start).slice or 0) if is_shared else 0
 
     turns: dict[fx.Node, int] = {}
     latest: dict[fx.Node, int] = {}  # the turn of the last collective up to here on any path
