@@ -354,7 +354,7 @@ def test_check_steps_compares_and_finds_what_differs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(scaling, "scaled", lambda gradient, factor: gradient * 1.5)
     torch._dynamo.reset()
     wrong = compiled(Step(), check_steps=1)
-    with pytest.raises(MismatchError, match="gradient 0 differs"):
+    with pytest.raises(MismatchError, match=r"gradient \d differs"):
         wrong(torch.randn(4, 8)).backward()
 
 
