@@ -25,16 +25,31 @@ from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from overlap import capture, collectives, compilation, cost, graph, presets, simulate, whole_step
+from overlap import (
+    capture,
+    collectives,
+    compilation,
+    cost,
+    cost_table,
+    graph,
+    presets,
+    pricing,
+    simulate,
+    whole_step,
+)
 from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
+from overlap.cost_table import CostTable
 from overlap.hardware import Profile
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
 from overlap.pipeline import Context, run
 from overlap.runtime import agree, detect, groups
+
+Runner = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Makes a callable of a graph in its final order: takes its inputs as one list and empties it."""
 
 _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 
@@ -45,14 +60,24 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     Raises ConfigError for wrong options, PassError for a refused overlap under `strict`. What it
     returns raises DivergenceError if another rank decided otherwise about the program.
     """
-    config = Config.from_options(options)
+    return compile_with(Config.from_options(options), boxed_callable, gm, example_inputs)
+
+
+def compile_with(
+    config: Config,
+    runner: Runner,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    """What the backend does under `config`; `runner` makes a callable of each graph that runs."""
     if os.environ.get("OVERLAP_DISABLE") == "1":
         return as_written(gm, example_inputs)
     _restart_with_symbolic_sizes(gm, example_inputs)
     _unify_sizes(gm)
     began = time.perf_counter()
-    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
-    compiled = _compile(gm, example_inputs, record)
+    names = agree.structure_of(gm), agree.program_of(gm)
+    record = Compilation.begin(config, example_inputs, *names)
+    compiled = _compile(gm, example_inputs, record, runner)
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
         reference = as_written(gm, example_inputs)
@@ -62,7 +87,7 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
 
 def as_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """The un-sliced, un-scheduled program through the same kernels: the referee."""
-    return _through_autograd(gm, example_inputs, lambda kind, gm, _: _boxed_callable(gm))
+    return _through_autograd(gm, example_inputs, lambda kind, gm, _: boxed_callable(gm))
 
 
 def set_dynamo_flags() -> None:
@@ -136,11 +161,14 @@ class _Session:
     record: Compilation
     ctx: Context
     preset: presets.Preset
+    runner: Runner
     captured: fx.GraphModule | None = None
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
-        self.ctx.provide(cost.nominal_sizes(gm, self.ctx.fact(Profile).nominal_size))
+        profile, table = self.ctx.fact(Profile), self.ctx.fact_or_none(CostTable)
+        self.ctx.provide(pricing.sizes_of(gm, profile, table, self.record.skew))
+        self.record.local_sizes = cost.local_sizes(gm, profile.nominal_size)
 
     def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
         """Run the final passes over a graph that will run, and record what was decided."""
@@ -149,7 +177,7 @@ class _Session:
         ctx = dataclasses.replace(self.ctx, remarks=[]) if kind == "scale" else self.ctx
         ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
         run(gm, self.preset.final, ctx)
-        self.record.add_graph(kind, gm, ctx.take(Scheduled))
+        self.record.add_graph(kind, gm, ctx.take(Scheduled), ctx.group_size)
 
 
 def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
@@ -163,17 +191,20 @@ def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation
+    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation, runner: Runner
 ) -> Callable[..., Any]:
     ctx = Context(record.config, groups.size_of, remarks=record.remarks)
-    profile = detect.profile(record.config.hardware, _device_of(example_inputs))
+    device = _device_of(example_inputs)
+    profile = detect.profile(record.config.hardware, device)
     record.profile = profile
     ctx.provide(profile)
+    if record.config.costs is not None:
+        record.table = cost_table.load(record.config.costs)
     program, preset = _prepare(gm, ctx, record)
-    session = _Session(record, ctx, preset, program if program is not gm else None)
+    session = _Session(record, ctx, preset, runner, program if program is not gm else None)
     if preset is presets.NONE:
         return _through_autograd(
-            gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm)
+            gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm, runner)
         )
     return _through_autograd(
         program,
@@ -215,20 +246,37 @@ def _prepare(
         captured = capture.to_aten(gm)
     except capture.CaptureError as error:
         ctx.provide(Policies({}))
+        _use_table(gm, ctx, record)
         ctx.remark("refused", f"nothing is sliced: {error}")
         return gm, presets.moe(slices=1)
     ctx.provide(Policies(captured.policies))
     if not collectives.has_collective(captured.gm):
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
-    slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
-    record.slices = slices
-    record.axis = "batch" if config.axis == "auto" else config.axis
-    preset = presets.moe(slices, record.axis, config.whole_step)
+    _use_table(captured.gm, ctx, record)
+    run(captured.gm, presets.prepare(config.whole_step and config.slices != 1), ctx)
+    choice = compilation.decide(captured.gm, record, ctx.group_size)
+    record.choice, record.slices, record.axis = choice, choice.slices, choice.axis
+    if choice.reason:
+        ctx.remark("note", choice.reason, advice="slices=2 slices it all the same")
+    preset = presets.moe(choice.slices, choice.axis, config.whole_step)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
     return captured.gm, preset
+
+
+def _use_table(gm: fx.GraphModule, ctx: Context, record: Compilation) -> None:
+    """Price by the cost table, if there is one. Raises ConfigError if it is for something else."""
+    if record.table is None:
+        return
+    assert record.config.costs is not None
+    axis = record.config.axis
+    record.axis = record.table.axis if axis == "auto" else axis
+    inputs = [graph.fake_value(node) for node in graph.placeholders(gm.graph)]
+    here = detect.known_place(_device_of(inputs))
+    record.table.check(record.config.costs, here, record.program, record.axis)
+    ctx.provide(record.table)
 
 
 def _partition(
@@ -297,16 +345,18 @@ def _compile_graph(
     if session.record.is_whole_step:
         kind = {"forward": "step", "backward": "scale"}.get(kind, kind)
     session.final(kind, gm, session.record.base_peak_bytes)
-    return _compared_callable(session.record, kind, gm)
+    return _compared_callable(session.record, kind, gm, session.runner)
 
 
-def _compared_callable(record: Compilation, kind: str, gm: fx.GraphModule) -> Callable[..., Any]:
+def _compared_callable(
+    record: Compilation, kind: str, gm: fx.GraphModule, runner: Runner
+) -> Callable[..., Any]:
     """The graph as a callable; before its first run the ranks compare what they decided about it.
 
     Not while it is compiled: AOTAutograd puts off a backward whose compiler raises, and a graph
     that one rank compiles and never runs is nothing that others could differ from.
     """
-    run_graph = _boxed_callable(gm)
+    run_graph = runner(gm)
     starts = compilation.collectives_of(gm)
     if not starts:
         return run_graph
@@ -316,18 +366,18 @@ def _compared_callable(record: Compilation, kind: str, gm: fx.GraphModule) -> Ca
         compare_once()
         return run_graph(inputs)
 
-    return _boxed(compared)
+    return boxed(compared)
 
 
-def _boxed_callable(gm: fx.GraphModule) -> Callable[..., Any]:
+def boxed_callable(gm: fx.GraphModule) -> Callable[..., Any]:
     """The nodes in their order, as Python that frees inputs and values at their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
-    _boxed(gm.forward.__func__)  # pyright: ignore[reportFunctionMemberAccess]
+    boxed(gm.forward.__func__)  # pyright: ignore[reportFunctionMemberAccess]
     return gm.forward
 
 
-def _boxed(function: Any) -> Any:
+def boxed(function: Any) -> Any:
     """Mark a function that takes its inputs as one list, which it may empty."""
     function._boxed_call = True
     return function

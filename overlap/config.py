@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ NUMERICS = ("reassociate", "exact")
 INNERS = ("auto", "eager", "inductor")
 
 _CHOICES = {"preset": PRESETS, "axis": AXES, "numerics": NUMERICS, "inner": INNERS}
+_QUANTILE = re.compile(r"p(100|\d{1,2}(\.\d+)?)")
 _NOT_YET = {
     ("numerics", "exact"): "use numerics='reassociate'",
     ("inner", "inductor"): "use inner='eager'",
@@ -46,6 +48,9 @@ class Config:
     inner: who generates the compute kernels; "auto" is "eager".
     strict: a refused overlap is an error instead of a remark.
     costs: path of a cost table, or None for the profile's formulas.
+    skew: the routing to choose for: so many times its even share the busiest rank gets (a number,
+        at least 1), or a quantile of what the cost table saw, as "p90"; None: as it was when the
+        table was measured, and even by formulas.
     check_steps: how many first steps are compared with the program as written.
     artifact: a precompiled artifact.
 
@@ -63,6 +68,7 @@ class Config:
     inner: str = "auto"
     strict: bool = False
     costs: str | None = None
+    skew: float | str | None = None
     check_steps: int = 0
     artifact: str | None = None
 
@@ -85,9 +91,11 @@ class Config:
                 f"option 'hardware' expects a profile name or a path, found {self.hardware!r}"
             )
         _check_budget(self.memory_budget)
-        for field in ("costs", "artifact"):
-            if getattr(self, field) is not None:
-                raise ConfigError(f"{field}= is not built yet; leave it at None")
+        if self.costs is not None and not isinstance(self.costs, str):
+            raise ConfigError(f"option 'costs' expects a path or None, found {self.costs!r}")
+        _check_skew(self.skew, self.costs)
+        if self.artifact is not None:
+            raise ConfigError("artifact= is not built yet; leave it at None")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> Config:
@@ -105,6 +113,26 @@ def _check_count(field: str, value: object, minimum: int, or_auto: bool = False)
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         auto = " or 'auto'" if or_auto else ""
         raise ConfigError(f"option {field!r} expects an int >= {minimum}{auto}, found {value!r}")
+
+
+def _check_skew(skew: object, costs: str | None) -> None:
+    match skew:
+        case None:
+            return
+        case str() if _QUANTILE.fullmatch(skew):
+            if costs is None:
+                raise ConfigError(
+                    f"skew={skew!r} is a quantile of what a cost table saw; give costs= too, or a "
+                    "number"
+                )
+            return
+        case bool():
+            pass
+        case int() | float() if 1.0 <= skew < math.inf:
+            return
+    raise ConfigError(
+        f"option 'skew' expects a number >= 1, a quantile as 'p90' or None, found {skew!r}"
+    )
 
 
 def _check_budget(budget: object) -> None:

@@ -13,7 +13,7 @@ EXPECTED: list[tuple[dict[str, Any], str]] = [
         {"slice": 2},
         "no option 'slice' for backend 'overlap'; did you mean 'slices'? the options are: artifact, "
         "axis, bucket_bytes, check_steps, costs, hardware, inner, memory_budget, numerics, preset, "
-        "slices, strict, whole_step",
+        "skew, slices, strict, whole_step",
     ),
     (
         {"preset": "meo"},
@@ -60,7 +60,16 @@ NOT_YET: list[tuple[dict[str, Any], str]] = [
         "preset='fsdp' is not built yet; use preset='moe', which slices and schedules every "
         "collective",
     ),
-    ({"costs": "table.json"}, "costs= is not built yet; leave it at None"),
+    ({"costs": 3}, "option 'costs' expects a path or None, found 3"),
+    ({"skew": 0.9}, "option 'skew' expects a number >= 1, a quantile as 'p90' or None, found 0.9"),
+    (
+        {"skew": "p101", "costs": "t.json"},
+        "option 'skew' expects a number >= 1, a quantile as 'p90' or None, found 'p101'",
+    ),
+    (
+        {"skew": "p90"},
+        "skew='p90' is a quantile of what a cost table saw; give costs= too, or a number",
+    ),
     ({"artifact": "step.overlap"}, "artifact= is not built yet; leave it at None"),
 ]
 

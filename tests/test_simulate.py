@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -87,6 +88,19 @@ def test_on_a_stream_the_host_runs_ahead():
     timeline = play(OVERLAPPED, Machine(launch_us=0.1, is_stream=True))
     assert times(timeline)["mm"] == (0.2, 2.2)
     assert timeline.makespan_us == pytest.approx(0.1 + 3 + 1)
+
+
+def test_issuing_a_collective_takes_the_host_its_own_time():
+    """The start 0.5, the wait 0.25, which the transfer covers."""
+    issued = dataclasses.replace(OVERLAPPED, issue_us=(0.5, 0.0, 0.25, 0.0))
+    timeline = play(issued)
+    assert times(timeline) == {
+        "a@g": (0.5, 3.5),
+        "mm": (0.5, 2.5),
+        "w": (2.5, 3.5),
+        "mm1": (3.5, 4.5),
+    }
+    assert schedule.lower_bound_us(issued, Machine()) <= timeline.makespan_us
 
 
 def test_on_a_stream_a_start_waits_for_the_compute_before_it():

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from overlap import collectives, cost, graph, schedule, simulate
+from overlap import collectives, cost, graph, pricing, schedule, simulate
+from overlap.cost_table import CostTable
 from overlap.graph import Phase
 from overlap.hardware import Profile
 from overlap.pipeline import Context, Effect
@@ -35,11 +36,12 @@ class MemoryCap:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """What the last run decided, for the report."""
+    """What the last run decided, for the report. sources: of the costs, if from a table."""
 
     program: simulate.Program
     machine: simulate.Machine
     schedule: schedule.Schedule
+    sources: cost.Sources | None = None
 
     @property
     def start_order(self) -> tuple[str, ...]:
@@ -57,17 +59,19 @@ class Schedule:
     ensures: Phase = Phase.SCHEDULED
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
-        profile = ctx.fact(Profile)
+        profile, table = ctx.fact(Profile), ctx.fact_or_none(CostTable)
         sizes = ctx.fact_or_none(cost.Sizes)
-        costs = cost.estimate(gm, profile, ctx.group_size, sizes)
+        costs = pricing.estimate(gm, profile, ctx.group_size, sizes, table)
         program = self._settle_starts(gm, costs)
-        machine = simulate.Machine.of(profile)
+        machine = simulate.Machine.measured(table) if table else simulate.Machine.of(profile)
         result = schedule.schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
+        if costs.sources and costs.sources.formulas:
+            ctx.remark("note", f"not in the cost table: {costs.sources}; measure again")
         for reason in result.reasons:
             ctx.remark("skipped", reason)
         nodes = list(gm.graph.nodes)
         graph.reorder(gm.graph, [nodes[i] for i in result.order])
-        ctx.provide(Scheduled(program, machine, result))
+        ctx.provide(Scheduled(program, machine, result, costs.sources))
 
     def _settle_starts(self, gm: fx.GraphModule, costs: cost.Costs) -> simulate.Program:
         """The program with every group's starts in the order that all ranks keep."""

@@ -34,6 +34,13 @@ ANALYSES: dict[str, Callable[[fx.GraphModule], Plan]] = {
 }
 
 
+def plan_of(gm: fx.GraphModule, axis: str, whole_step: bool = False) -> Plan:
+    """What slices along `axis` do. Raises PassError where there is nothing to slice."""
+    if axis == "batch" and whole_step:
+        return slicing.analyse(gm, trim_end=False)
+    return ANALYSES[axis](gm)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sliced:
     """What slicing did, for the report.
@@ -66,7 +73,7 @@ class Slice:
         if self.slices == 1:
             return
         try:
-            plan = self._plan(gm)
+            plan = plan_of(gm, self.axis, self.whole_step)
             sliced = self._apply(gm, ctx, plan)
         except PassError as error:
             if ctx.config.strict:
@@ -74,11 +81,6 @@ class Slice:
             ctx.remark("refused", f"nothing is sliced: {error}")
             return
         ctx.provide(sliced)
-
-    def _plan(self, gm: fx.GraphModule) -> Plan:
-        if self.axis == "batch" and self.whole_step:
-            return slicing.analyse(gm, trim_end=False)
-        return ANALYSES[self.axis](gm)
 
     def _apply(self, gm: fx.GraphModule, ctx: Context, plan: Plan) -> Sliced:
         for refused in plan.remarks:
