@@ -418,6 +418,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'>:DeprecationWarning")
 @pytest.mark.parametrize(("kind", "reason", "advice"), REFUSED)
 def test_what_may_not_be_one_graph_stays_two(
     kind: type[nn.Module], reason: str, advice: str
