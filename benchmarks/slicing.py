@@ -8,6 +8,7 @@ emulated one, which is then said. One run, all variants in turn on the same weig
     eager; eager, p2p              as anyone would write them (`benchmarks.handwritten`)
     sliced, N=2; sliced, N=4       sliced by hand
     overlap, N=1, 2, 4             the program as written, through `backend="overlap"`
+    overlap, whole step, N=2, 4    the same, with `whole_step=True`
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +31,14 @@ from benchmarks.netns import LinkUnavailable, shaped_link
 from overlap.runtime import launch, link, link_group
 
 BY_HAND = ("eager", "eager, p2p", "sliced, N=2", "sliced, N=4")
-COMPILED_SLICES = (1, 2, 4)
+COMPILED: dict[str, dict[str, Any]] = {
+    "overlap, N=1": {"slices": 1},
+    "overlap, N=2": {"slices": 2},
+    "overlap, N=4": {"slices": 4},
+    "overlap, whole step, N=2": {"slices": 2, "whole_step": True},
+    "overlap, whole step, N=4": {"slices": 4, "whole_step": True},
+}
+"""Variants of the compiler and their options."""
 RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AVX512,STRICT"}
 
 
@@ -85,10 +94,9 @@ class CompiledModel(nn.Module):
         return handwritten.loss_of(final, x_BTD, classes_BT, F.linear) / classes_BT.numel()
 
 
-def compiled_step(model: Model, slices: int, profile: str) -> Callable[[Tensor, Tensor], Tensor]:
+def compiled_step(model: Model, options: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
     """Forward and backward through the backend; leaves the gradients in its own parameters."""
     module = CompiledModel(model)
-    options = {"slices": slices, "hardware": profile}
     forward = torch.compile(module, backend="overlap", fullgraph=True, options=options)
 
     def step(x_BTD: Tensor, classes_BT: Tensor) -> Tensor:
@@ -113,10 +121,9 @@ def measure(backend: str, link_mbit: float, repeats: int, shape: Shape) -> dict[
     }
     with tempfile.TemporaryDirectory() as folder:
         profile = profile_file(Path(folder), link_mbit)
-        for slices in COMPILED_SLICES:
-            steps[f"overlap, N={slices}"] = compiled_step(
-                handwritten.make_model(shape, rank, world), slices, profile
-            )
+        for name, options in COMPILED.items():
+            own = handwritten.make_model(shape, rank, world)
+            steps[name] = compiled_step(own, options | {"hardware": profile})
         for step in steps.values():  # the first call compiles
             step(x_BTD, classes_BT)
     steps_ms = take_turns(steps, (x_BTD, classes_BT), repeats)

@@ -3,6 +3,8 @@
     Dynamo ─▶ capture ─▶ functionalize, slice ─▶ AOTAutograd ─▶ joint passes ─▶ partition
            ─▶ schedule, legalize ─▶ run
 
+With `whole_step`, the two graphs of the partition are joined before they are scheduled.
+
 The first, static compile is restarted with the sizes of the data symbolic, so that one program
 serves every batch and its decisions know no local size (docs/adr/0003).
 """
@@ -33,6 +35,7 @@ from overlap import (
     presets,
     pricing,
     simulate,
+    whole_step,
 )
 from overlap.checking import Checked
 from overlap.compilation import Compilation
@@ -150,12 +153,16 @@ def _may_become_symbolic(value: torch.Tensor, dim: int, size: int | torch.SymInt
 
 @dataclasses.dataclass
 class _Session:
-    """One compilation: what its passes share, from the forward to the backward graph."""
+    """One compilation: what its passes share, from the forward to the backward graph.
+
+    captured: the forward as it was sliced, None where it could not be captured.
+    """
 
     record: Compilation
     ctx: Context
     preset: presets.Preset
     runner: Runner
+    captured: fx.GraphModule | None = None
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
@@ -166,9 +173,11 @@ class _Session:
     def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
         """Run the final passes over a graph that will run, and record what was decided."""
         config = self.record.config
-        self.ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
-        run(gm, self.preset.final, self.ctx)
-        self.record.add_graph(kind, gm, self.ctx.take(Scheduled), self.ctx.group_size)
+        # That a scaling of gradients hides nothing is nothing to remark.
+        ctx = dataclasses.replace(self.ctx, remarks=[]) if kind == "scale" else self.ctx
+        ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
+        run(gm, self.preset.final, ctx)
+        self.record.add_graph(kind, gm, ctx.take(Scheduled), ctx.group_size)
 
 
 def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
@@ -192,7 +201,7 @@ def _compile(
     if record.config.costs is not None:
         record.table = cost_table.load(record.config.costs)
     program, preset = _prepare(gm, ctx, record)
-    session = _Session(record, ctx, preset, runner)
+    session = _Session(record, ctx, preset, runner, program if program is not gm else None)
     if preset is presets.NONE:
         return _through_autograd(
             gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm, runner)
@@ -245,12 +254,12 @@ def _prepare(
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
     _use_table(captured.gm, ctx, record)
-    run(captured.gm, presets.PREPARE, ctx)
+    run(captured.gm, presets.prepare(config.whole_step and config.slices != 1), ctx)
     choice = compilation.decide(captured.gm, record, ctx.group_size)
     record.choice, record.slices, record.axis = choice, choice.slices, choice.axis
     if choice.reason:
         ctx.remark("note", choice.reason, advice="slices=2 slices it all the same")
-    preset = presets.moe(choice.slices, choice.axis)
+    preset = presets.moe(choice.slices, choice.axis, config.whole_step)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
@@ -278,10 +287,44 @@ def _partition(
     run(joint_gm, session.preset.joint, session.ctx)
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)
+    parts = _joined(session, parts, options["num_fwd_outputs"])
     for part in parts:
         graph.set_phase(part, graph.Phase.NORMALIZED)
     session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
     return parts
+
+
+def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> whole_step.Parts:
+    """The parts as one step and its scaling, where that is asked for and may be."""
+    record, ctx = session.record, session.ctx
+    try:
+        if session.captured is None:
+            raise whole_step.Refused(
+                "what does not trace may have a backward that is not linear",
+                "see the remark before",
+            )
+        whole_step.check_operators(session.captured)
+        whole_step.check_parts(parts, num_outputs)
+    except whole_step.Refused as refused:
+        if record.config.whole_step:
+            text = f"forward and backward stay two graphs: {refused.reason}"
+            ctx.remark("refused", text, advice=refused.advice)
+        return parts
+    if not record.config.whole_step:
+        ctx.remark("note", "one graph for forward and backward, whole_step=True, may hide more")
+        return parts
+    record.is_whole_step = True
+    step, scale = whole_step.join(parts, num_outputs, ctx.group_size)
+    if meeting := whole_step.meeting(step):
+        ctx.remark(
+            "skipped",
+            "waits for all slices, so none begins its backward while others are in their forward",
+            meeting,
+            "sum up a loss per row, in fp32"
+            if record.axis == "batch"
+            else f"axis='batch' keeps slices apart where axis={record.axis!r} joins them",
+        )
+    return step, scale
 
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:
@@ -300,6 +343,8 @@ def _compile_graph(
         run(gm, session.preset.inference, session.ctx)
         session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
+    if session.record.is_whole_step:
+        kind = {"forward": "step", "backward": "scale"}.get(kind, kind)
     session.final(kind, gm, session.record.base_peak_bytes)
     return _compared_callable(session.record, kind, gm, session.runner)
 

@@ -6,7 +6,8 @@ Rank-invariant: a forecast knows nominal sizes and the profile, nothing of one r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import fx
 
@@ -14,7 +15,8 @@ from overlap import collectives, forecast
 from overlap.config import Config
 from overlap.errors import PassError
 from overlap.forecast import Setting
-from overlap.passes.slice import ANALYSES
+from overlap.passes.slice import ANALYSES, plan_of
+from overlap.slicing import Plan
 from overlap.tables import ms
 
 CANDIDATE_SLICES = (2, 4)
@@ -76,10 +78,13 @@ def choose(gm: fx.GraphModule, config: Config, setting: Setting, is_trained: boo
     if not collectives.has_collective(gm):
         return Choice(axes[0], 1)
     counts = (config.slices,) if isinstance(config.slices, int) else CANDIDATE_SLICES
-    found = tuple(_candidates(gm, axes, counts, setting, is_trained))
+    predict = functools.partial(
+        forecast.step_us, setting=setting, is_trained=is_trained, is_whole_step=config.whole_step
+    )
+    found = tuple(_candidates(gm, axes, counts, config.whole_step, predict))
     if not found:  # slicing says why not
         return Choice(axes[0], counts[0])
-    unsliced_us = forecast.step_us(gm, None, 1, setting, is_trained)
+    unsliced_us = predict(gm, None, 1)
     best_us = min(candidate.predicted_us for candidate in found)
     if not isinstance(config.slices, int) and unsliced_us < LEAST_GAIN * best_us:
         return Choice(found[0].axis, 1, unsliced_us, found)
@@ -94,15 +99,14 @@ def _candidates(
     gm: fx.GraphModule,
     axes: tuple[str, ...],
     counts: tuple[int, ...],
-    setting: Setting,
-    is_trained: bool,
+    whole_step: bool,
+    predict: Callable[[fx.GraphModule, Plan, int], float],
 ) -> Iterator[Candidate]:
     for axis in axes:
         try:
-            plan = ANALYSES[axis](gm)
+            plan = plan_of(gm, axis, whole_step)
         except PassError:
             continue
         if plan.sliced_starts:
             for slices in counts:
-                us = forecast.step_us(gm, plan, slices, setting, is_trained)
-                yield Candidate(axis, slices, us)
+                yield Candidate(axis, slices, predict(gm, plan, slices))

@@ -61,7 +61,8 @@ def collectives_of(gm: fx.GraphModule) -> tuple[CompiledCollective, ...]:
 class CompiledGraph:
     """One graph that runs.
 
-    kind: "forward", "backward" or "inference".
+    kind: "forward", "backward" or "inference"; in a whole step "step", which computes loss and
+        gradients, and "scale", which multiplies them by the tangent.
     dump: its text after all passes.
     collectives: in the order of their starts.
     scheduled: program, machine and schedule; None where no schedule ran.
@@ -100,6 +101,7 @@ class Compilation:
     slices, axis: how many slices were asked for or chosen, and along what.
     axes: along what the program was cut, in order; regions may have axes of their own.
     choice: what they were chosen from.
+    is_whole_step: whether forward and backward are one graph.
     base_peak_bytes: peak in program order, before scheduling.
     runs: the passes that ran, with their times.
     """
@@ -116,6 +118,7 @@ class Compilation:
     axis: str = "batch"
     choice: Choice | None = None
     axes: tuple[str, ...] = ()
+    is_whole_step: bool = False
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0
@@ -195,7 +198,10 @@ class Compilation:
             "axis": self.axis,
             "check_steps": self.config.check_steps,
             "costs": self.table.digest if self.table else "none",
+            "whole_step": self.is_whole_step,
         }
+        # What runs first meets under one key, so that a rank with a whole step meets one without.
+        kind = {"step": "forward", "scale": "backward"}.get(kind, kind)
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]

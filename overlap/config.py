@@ -42,6 +42,8 @@ class Config:
     memory_budget: peak while scheduling: bytes (an int), a ratio of the un-scheduled peak (a
         float, at least 1.0), or None for no limit.
     bucket_bytes: size of a bucket of small collectives, or "auto".
+    whole_step: run forward, loss and backward as one graph when the forward is called; for a
+        function that returns its loss.
     hardware: name of a hardware profile, a path to one, or "auto".
     inner: who generates the compute kernels; "auto" is "eager".
     strict: a refused overlap is an error instead of a remark.
@@ -61,6 +63,7 @@ class Config:
     numerics: str = "reassociate"
     memory_budget: int | float | None = 1.05
     bucket_bytes: int | str = "auto"
+    whole_step: bool = False
     hardware: str = "auto"
     inner: str = "auto"
     strict: bool = False
@@ -79,8 +82,10 @@ class Config:
         _check_count("slices", self.slices, minimum=1, or_auto=True)
         _check_count("bucket_bytes", self.bucket_bytes, minimum=1, or_auto=True)
         _check_count("check_steps", self.check_steps, minimum=0)
-        if not isinstance(self.strict, bool):
-            raise ConfigError(f"option 'strict' expects a bool, found {self.strict!r}")
+        for field in ("strict", "whole_step"):
+            value = getattr(self, field)
+            if not isinstance(value, bool):
+                raise ConfigError(f"option {field!r} expects a bool, found {value!r}")
         if not isinstance(self.hardware, str):
             raise ConfigError(
                 f"option 'hardware' expects a profile name or a path, found {self.hardware!r}"

@@ -16,12 +16,11 @@ from overlap.passes.legalize import Legalize
 from overlap.passes.merge_wgrad import MergeWgrad
 from overlap.passes.normalize import Normalize
 from overlap.passes.recompute import Recompute
+from overlap.passes.rowwise_loss import RowwiseLoss
 from overlap.passes.schedule import Schedule
 from overlap.passes.simplify import Simplify
 from overlap.passes.slice import Slice
 from overlap.pipeline import Pass
-
-PREPARE = (Functionalize(),)  # slices read values, so a value is written once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +32,20 @@ class Preset:
     final: tuple[Pass, ...]
 
 
-def moe(slices: int, axis: str = "batch") -> Preset:
-    """Slice, merge what slicing takes apart, hide every collective."""
+def prepare(whole_step: bool) -> tuple[Pass, ...]:
+    """What slicing wants of a forward."""
+    return (
+        Functionalize(),  # slices read values, so a value is written once
+        RowwiseLoss(is_on=whole_step),  # a slice's backward begins with its own loss
+    )
+
+
+def moe(slices: int, axis: str = "batch", whole_step: bool = False) -> Preset:
+    """Slice, merge what slicing takes apart, hide every collective. For a whole step, slices of the
+    batch stay apart through the loss, where their backward begins."""
     return Preset(
-        prepare=PREPARE,
-        forward=(Slice(slices=slices, axis=axis),),
+        prepare=prepare(whole_step),
+        forward=(Slice(slices=slices, axis=axis, whole_step=whole_step),),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish
             Simplify(),
@@ -58,6 +66,7 @@ PASSES = {
     pass_.name: pass_
     for pass_ in (
         Functionalize,
+        RowwiseLoss,
         Slice,
         Normalize,
         Simplify,

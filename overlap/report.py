@@ -150,7 +150,7 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 class CollectiveReport:
     """One collective of the compiled program.
 
-    graph: "forward", "backward" or "inference"; name: of its start in that graph's dump.
+    graph: kind of its graph; name: of its start in that graph's dump.
     comm_us, exposed_us: predicted. measured_us, measured_exposed_us: time on the link, and blocked
         in its wait; None where nothing was measured.
     """
@@ -372,7 +372,7 @@ def _parameters_of(step: Any) -> Iterator[nn.Parameter]:
 
 
 def _most_telling(records: Sequence[Compilation]) -> Compilation:
-    with_backward = [r for r in records if any(g.kind == "backward" for g in r.graphs)]
+    with_backward = [r for r in records if any(g.kind in ("backward", "step") for g in r.graphs)]
     return (with_backward or list(records))[-1]
 
 
@@ -439,7 +439,7 @@ def _facts(found: CompiledCollective) -> dict[str, Any]:
 def _match(
     collectives: Sequence[CollectiveReport], measured: MeasuredStep
 ) -> Iterator[CollectiveReport]:
-    """Starts run in the order of the program, forward before backward; so do the transfers."""
+    """Starts run in the order of the program, graph by graph; so do the transfers."""
     if len(collectives) != len(measured.transfers):
         yield from collectives
         return

@@ -108,7 +108,7 @@ class Plan:
         return not decision.once and pl.is_sliced(decision.placement)
 
 
-def analyse(gm: fx.GraphModule, scope: Scope | None = None) -> Plan:
+def analyse(gm: fx.GraphModule, scope: Scope | None = None, trim_end: bool = True) -> Plan:
     """The plan for slices of the batch that slices the most collectives; of equal ones, along the
     first input's rows.
 
@@ -116,7 +116,7 @@ def analyse(gm: fx.GraphModule, scope: Scope | None = None) -> Plan:
     """
 
     def attempt(rows: Rows) -> Plan:
-        return trimmed(gm, prove(gm, rows, scope))
+        return trimmed(gm, prove(gm, rows, scope), trim_end)
 
     return best_plan(gm, (functools.partial(attempt, rows) for rows in batches(gm)))
 
@@ -633,9 +633,10 @@ def sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tup
     )
 
 
-def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
-    """Leave out of the region what gains nothing: lookups of inputs before it; behind its last
-    collective whatever is whole already, and products that would enlarge what has to be joined."""
+def trimmed(gm: fx.GraphModule, plan: Plan, trim_end: bool = True) -> Plan:
+    """Leave out of the region what gains nothing: lookups of inputs before it; with `trim_end`,
+    behind its last collective whatever is whole already, and products that would enlarge what has
+    to be joined."""
     before_start = ancestors(n for n in gm.graph.nodes if collectives.is_start(n))
     result = dict(plan.decisions)
 
@@ -650,7 +651,7 @@ def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
             continue
         all_whole = all(is_whole(n) for n in sliced)
         is_lookup = all_whole and graph.is_call(node, aten.embedding)
-        is_tail = node not in before_start
+        is_tail = trim_end and node not in before_start
         if is_lookup or (is_tail and (all_whole or _enlarges(node, sliced))):
             result[node] = Decision(decision.placement, once=True)
     return dataclasses.replace(plan, decisions=result, sliced_starts=sliced_starts(gm, result))

@@ -91,25 +91,50 @@ class Schedule:
 def start_order(gm: fx.GraphModule) -> dict[str, list[int]]:
     """Per group, the positions of its starts in the order in which every rank runs them.
 
-    Collectives come in order of how many precede them on a path, then of the program. One that
-    moves integers prepares another, such as an exchange of counts, and comes right before it.
+    Collectives come in order of how many precede them on a path, then of which was preceded first,
+    then of the program. One that moves integers prepares another, such as an exchange of counts,
+    and comes right before it.
+
+    Where forward and backward share a graph, the slice whose forward is done first begins its
+    backward; as autograd adds up gradients from the last slice to the first, the last goes first.
     """
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    depth: dict[fx.Node, int] = {}
-    for node in nodes:
-        before = max((depth[source] for source in node.all_input_nodes), default=0)
-        depth[node] = before + _moves_data(node)
-    last = (len(nodes), len(nodes))
-    prepares: dict[fx.Node, tuple[int, int]] = {}
+    turns = _turns(nodes)
+    prepares: dict[fx.Node, int] = {}
     for node in reversed(nodes):
-        own = (depth[node], position[node]) if _moves_data(node) else last
+        own = turns.get(node, len(nodes))
         prepares[node] = min([own, *(prepares[user] for user in node.users)])
     groups: dict[str, list[int]] = {}
     starts = [node for node in nodes if collectives.is_start(node)]
     for node in sorted(starts, key=lambda n: (prepares[n], _moves_data(n), position[n])):
         groups.setdefault(collectives.group_of(node), []).append(position[node])
     return groups
+
+
+def _turns(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The collectives of data, and their places in the order of all of them."""
+    by_depth: dict[int, list[fx.Node]] = {}
+    depth: dict[fx.Node, int] = {}
+    for node in nodes:
+        before = max((depth[source] for source in node.all_input_nodes), default=0)
+        depth[node] = before + _moves_data(node)
+        by_depth.setdefault(depth[node], []).append(node)
+    is_shared = len({graph.is_backward(node) for node in nodes if _moves_data(node)}) == 2
+
+    def turn(start: fx.Node) -> tuple[int, int]:
+        before = max((latest[source] for source in start.all_input_nodes), default=-1)
+        return before, -(graph.tag_of(start).slice or 0) if is_shared else 0
+
+    turns: dict[fx.Node, int] = {}
+    latest: dict[fx.Node, int] = {}  # the turn of the last collective up to here on any path
+    for _, level in sorted(by_depth.items()):
+        for start in sorted(filter(_moves_data, level), key=turn):
+            turns[start] = latest[start] = len(turns)
+        for node in level:
+            if node not in turns:
+                latest[node] = max((latest[n] for n in node.all_input_nodes), default=-1)
+    return turns
 
 
 def _moves_data(node: fx.Node) -> bool:

@@ -35,6 +35,15 @@ ANALYSES: dict[str, Callable[..., Plan]] = {
 }
 
 
+def plan_of(
+    gm: fx.GraphModule, axis: str, whole_step: bool = False, scope: Scope | None = None
+) -> Plan:
+    """What slices along `axis` do. Raises PassError where there is nothing to slice."""
+    if axis == "batch" and whole_step:
+        return slicing.analyse(gm, scope, trim_end=False)
+    return ANALYSES[axis](gm, scope)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sliced:
     """What slicing did, for the report.
@@ -60,10 +69,15 @@ class Sliced:
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """Slice along `axis` into `slices` parts; 1 leaves the graph alone. Regions that users gave an
-    axis of their own are sliced along that."""
+    axis of their own are sliced along that.
+
+    whole_step: whether the backward will be in one graph with the forward, so that slices of the
+        batch gain by staying apart behind their last collective.
+    """
 
     slices: int
     axis: str = "batch"
+    whole_step: bool = False
     name: str = "slice"
     effect: Effect = Effect.REWRITE
     requires: Phase = Phase.FORWARD
@@ -76,7 +90,7 @@ class Slice:
         scopes = regions.scopes(list(gm.graph.nodes), self.axis)
         for scope in scopes:
             try:
-                plan = ANALYSES[scope.axis](gm, scope)
+                plan = plan_of(gm, scope.axis, self.whole_step, scope)
                 _remark(ctx, plan, scope, is_only=len(scopes) == 1)
                 if plan.sliced_starts:
                     instantiate(gm, plan, self.slices)
