@@ -33,10 +33,10 @@ class Config:
 
     preset: which pipeline; "auto" is "moe" for a graph with an all-to-all, "none" leaves the graph
         alone.
-    slices: how many slices, or "auto": the cost model picks; 1 schedules without slicing.
+    slices: how many slices, or "auto": the fastest forecast; 1 schedules without slicing.
     axis: what a slice is cut along: "batch", rows of the inputs, which stay apart through the whole
         program; "token", the tokens of each routed exchange; "expert", each rank's experts; or
-        "auto".
+        "auto", the fastest forecast.
     numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better; "exact"
         is bitwise.
     memory_budget: peak while scheduling: bytes (an int), a ratio of the un-scheduled peak (a

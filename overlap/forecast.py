@@ -1,9 +1,9 @@
 """How long a step would take under a plan, before anything is written: plan to tasks, played.
 
-    plan + slices + costs of the program as written --forward_of--> Program
-    the tasks mirrored: gradients of what they read, weight gradients beside them --> Program
+    plan + slices + costs of the program as written --forward_of--> tasks of the forward
+    the same mirrored: a gradient for what a task read, weight gradients beside --> of the backward
 
-Both go to the scheduler that will order the real graphs, and the simulator plays its best order. A
+They go to the scheduler that will order the real graphs, and the simulator plays its best order. A
 task that slices share keeps its cost; one that runs once per slice has its part of the flops and of
 the rows moved, and reads the same weights as the whole.
 """
@@ -86,7 +86,7 @@ def step_us(
     plan: what slicing makes of each node; None for the program as written.
     is_whole_step: forward and backward are one graph, so that one hides communication of the other.
     """
-    tasks = _Writer(gm, plan, slices, setting).tasks()
+    tasks = forward_of(gm, plan, slices, setting)
     parts = [tasks]
     if is_trained:
         parts = [_step(tasks)] if is_whole_step else [tasks, _backward(tasks)]
@@ -96,6 +96,11 @@ def step_us(
         schedule.schedule(program, machine, search_steps=0).after.makespan_us
         for program in programs
     )
+
+
+def forward_of(gm: fx.GraphModule, plan: Plan | None, slices: int, setting: Setting) -> list[Task]:
+    """The tasks of the forward, in the order in which they would be written."""
+    return _Writer(gm, plan, slices, setting).tasks()
 
 
 class _Writer:

@@ -1,4 +1,4 @@
-"""slice: the forward is instantiated once per slice of the batch; results are joined where asked.
+"""slice: the forward, or each island, is instantiated once per slice; results are joined where asked.
 
     before   h = linear(x, w);  a = all_to_all(h[order]);  ...;  loss = mean(y)
     after    x0, x1 = split(x)
@@ -6,7 +6,7 @@
              a0 = all_to_all(h0[order0]);  a1 = all_to_all(h1[order1]);  ...
              loss = mean(cat(y0, y1))
 
-Why it is correct: every value has a proven placement on the slice axis (`overlap.slicing`), and
+Why it is correct: every value has a proven placement on the axis (`overlap.slicing`), and
 autograd derives the backward of the sliced program itself. What has no proof is computed once, on
 joined values; where its operands cannot be joined, the exchange they belong to stays un-sliced.
 
