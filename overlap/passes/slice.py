@@ -1,4 +1,4 @@
-"""slice: the forward, or each island, is instantiated once per slice; results are joined where asked.
+"""slice: the forward, or each island, is instantiated once per slice; joined where asked.
 
     before   h = linear(x, w);  a = all_to_all(h[order]);  ...;  loss = mean(y)
     after    x0, x1 = split(x)
