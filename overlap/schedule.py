@@ -25,6 +25,7 @@ _PATIENCE = 0.6
 SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
 _MIN_ATTEMPTS, _MAX_ATTEMPTS = 4, 200
 _NUM_FIXED_RULES = 8
+_REACHES = (0.003, 0.01, 0.03, 0.1)
 _SHORT = 0.1  # of the longest collective's time: a collective below it prepares another
 
 
@@ -218,7 +219,7 @@ def _improve(best: _Best, memory_cap_bytes: int | None, search_steps: int) -> No
     shape = Shape(program)
     references = [best.order]
     num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, search_steps // len(program)))
-    for i, rule in enumerate(itertools.islice(_rules(program), num_attempts)):
+    for i, rule in enumerate(itertools.islice(_rules(best), num_attempts)):
         if best.is_optimal:
             return
         budget = None
@@ -233,13 +234,15 @@ def _improve(best: _Best, memory_cap_bytes: int | None, search_steps: int) -> No
         best.offer(order, planned_us, rule.name)
 
 
-def _rules(program: Program) -> Iterator[Rule]:
-    """Rules to try, the most promising first, without end: the later ones perturb the critical
-    path, from a fixed seed, so that all processes try the same ones.
+def _rules(best: _Best) -> Iterator[Rule]:
+    """Rules to try, the most promising first, without end: the later ones search near the best
+    order so far, and perturb the critical path, from a fixed seed, so that all processes try the
+    same ones.
 
     Blocks of the program's order are for tight memory: with two, half of the slices run beside
     each other, then the other half.
     """
+    program = best.program
     tails = _tails(program, 1.0)
     in_turn = _keys_in_turn(program, tails)
     yield Rule("slices in turn", in_turn)
@@ -253,10 +256,24 @@ def _rules(program: Program) -> Iterator[Rule]:
     generator = random.Random(0)
     weighted = [tails, _tails(program, comm_weight=3.0)]
     for i in itertools.count():
+        if i % 4:
+            reach = generator.choice(_REACHES) * len(program)
+            keys = _keys_near(best.order, reach, generator)
+            yield Rule(f"near the best, {i}", keys, generator.choice((0.0, _PATIENCE)))
+            continue
         base, spread = generator.choice(weighted), generator.choice((0.1, 0.3, 1.0))
         noisy = [tail * (1 + spread * generator.random()) for tail in base]
         keys = _keys(noisy, num_blocks=generator.choice((1, 1, 2, 3)))
         yield Rule(f"critical path, perturbed {i}", keys, generator.choice((0.0, _PATIENCE)))
+
+
+def _keys_near(order: Sequence[int], reach: float, generator: random.Random) -> list[int]:
+    """Keys for an order in which tasks have moved, most of them by up to `reach` positions."""
+    moved = [-(position + reach * generator.gauss(0, 1)) for position in range(len(order))]
+    priorities = [0.0] * len(order)
+    for task, priority in zip(order, moved, strict=True):
+        priorities[task] = priority
+    return _keys(priorities)
 
 
 def _keys(priorities: Sequence[float], num_blocks: int = 1) -> list[int]:
