@@ -142,9 +142,20 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    raw = next(reversed(stack.values()))[0]
+    return _plain_path(next(reversed(stack.values()))[0])
+
+
+def state_path(placeholder: fx.Node) -> str:
+    """The parameter or buffer behind an input, as `layers.0.norm.weight`; "" if it is none."""
+    if not is_module_state(placeholder):
+        return ""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return _plain_path(source.name) if source is not None else ""
+
+
+def _plain_path(raw: str) -> str:
     path = re.sub(r"^L\['self'\]\.?|^L\['\w+'\]\.?", "", raw)
-    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"_(?:modules|parameters|buffers)\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     return path.replace("..", ".").strip(".")
 

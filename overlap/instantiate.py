@@ -49,7 +49,7 @@ class RowEmitter(Emitter):
     def __init__(self, gm: fx.GraphModule, plan: Plan, num_slices: int) -> None:
         super().__init__(gm, plan, num_slices)
         self.lengths: list[Any] = []
-        self.cuts: dict[tuple[fx.Node, int, bool], list[fx.Node]] = {}
+        self.cuts: dict[tuple[fx.Node, int, bool, Any], list[fx.Node]] = {}
         self.packed: dict[fx.Node, fx.Node] = {}
 
     def begin(self) -> None:
@@ -115,16 +115,17 @@ class RowEmitter(Emitter):
 
     def _cut(self, node: fx.Node, dim: int, per_batch_row: sympy.Expr) -> list[fx.Node]:
         """Every slice's rows of a whole value at once: the backward of one split is one cat."""
+        use = self.use_of(node)
         for grad in self.grads_that_serve():
-            if (node, dim, grad) in self.cuts:
-                return self.cuts[node, dim, grad]
+            if (node, dim, grad, use) in self.cuts:
+                return self.cuts[node, dim, grad, use]
         rows = self.sizes.write(per_batch_row)
         lengths = [self.sizes.call(operator.mul, rows, length) for length in self.lengths]
         split = self.derived(aten.split_with_sizes.default, self.join(node), lengths, dim)
         pieces = [
             self.tagged(self.derived(operator.getitem, split, i), i) for i in range(self.num_slices)
         ]
-        self.cuts[node, dim, self.grad] = pieces
+        self.cuts[node, dim, self.grad, use] = pieces
         return pieces
 
     def joined(self, node: fx.Node) -> Any:

@@ -28,8 +28,9 @@ import torch
 from torch import fx
 
 import overlap.rules  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
-from overlap import collectives, graph
+from overlap import collectives, exactness, graph
 from overlap import placement as pl
+from overlap.certificate import Certificate
 from overlap.errors import PassError
 from overlap.placement import Base, Decision, Many, Op, Refusal, Split
 
@@ -81,6 +82,7 @@ class Plan:
     refused: everything that is not sliced, in program order.
     remarks: the part of it that keeps a collective from being hidden.
     islands: by routing key, what is sliced along experts.
+    is_exact: every value and gradient is to have the bits of the program as written.
     """
 
     axis: str
@@ -90,12 +92,18 @@ class Plan:
     refused: tuple[Refused, ...]
     remarks: tuple[Refused, ...]
     islands: Mapping[str, Island] = dataclasses.field(default_factory=dict[str, Island])
+    is_exact: bool = False
 
     @property
     def reassociated(self) -> tuple[str, ...]:
-        """The sums that slicing reassociates, for the report."""
-        sums = (d.reassociates for d in self.decisions.values() if not d.once)
-        return tuple(text for text in sums if text)
+        """The sums that slicing reassociates, for the report: those of the forward, and gradients
+        by parameter."""
+        sliced = [d for d in self.decisions.values() if not d.once]
+        gradients = exactness.names_of(node for d in sliced for node in d.summed)
+        return (
+            *(d.reassociates for d in sliced if d.reassociates),
+            *(f"gradient of {name}" for name in gradients),
+        )
 
     def is_sliced(self, node: fx.Node) -> bool:
         """Whether the node runs once per slice."""
@@ -103,13 +111,15 @@ class Plan:
         return not decision.once and pl.is_sliced(decision.placement)
 
 
-def analyse(gm: fx.GraphModule) -> Plan:
+def analyse(gm: fx.GraphModule, exact: Certificate | None = None) -> Plan:
     """The plan for slices of the batch that slices the most collectives; of equal ones, along the
-    first input's rows.
+    first input's rows. With a certificate, one that changes no bit.
 
     Raises PassError where there is no batch, or a value that slices need cannot be had.
     """
-    return best_plan(gm, (lambda rows=rows: trimmed(gm, prove(gm, rows)) for rows in batches(gm)))
+    return best_plan(
+        gm, (lambda rows=rows: trimmed(gm, prove(gm, rows, exact)) for rows in batches(gm))
+    )
 
 
 def best_plan(gm: fx.GraphModule, attempts: Iterable[Callable[[], Plan]]) -> Plan:
@@ -160,8 +170,11 @@ def batches(gm: fx.GraphModule) -> list[Rows]:
     return list(found.values())
 
 
-def prove(gm: fx.GraphModule, rows: Rows | None = None) -> Plan:
-    """A decision per node, for slices of `rows` (those of the first data input).
+def prove(
+    gm: fx.GraphModule, rows: Rows | None = None, exact: Certificate | None = None
+) -> Plan:
+    """A decision per node, for slices of `rows` (those of the first data input). With a
+    certificate, whatever is not exact by it is refused like whatever is not proven.
 
     Raises PassError where a value that slices need cannot be had.
     """
@@ -170,7 +183,7 @@ def prove(gm: fx.GraphModule, rows: Rows | None = None) -> Plan:
         if not found:
             raise PassError("no data input has a dim, so there is no batch to slice")
         rows = found[0]
-    return _Prover(gm, rows).plan()
+    return _Prover(gm, rows, exact).plan()
 
 
 class _Unjoinable(Exception):
@@ -190,10 +203,13 @@ class _Prover:
     proven: nodes that some pass could slice; that they are refused now follows from `forced`.
     decisions, placements, refused: of the pass over the graph that is under way, so far.
     data: whole values that the inputs' data is in.
+    graded: values that carry a gradient.
     """
 
-    def __init__(self, gm: fx.GraphModule, rows: Rows) -> None:
+    def __init__(self, gm: fx.GraphModule, rows: Rows, exact: Certificate | None) -> None:
         self.gm = gm
+        self.exact = exact
+        self.graded = exactness.differentiable(gm.graph)
         self.axis, self.batch = rows.axis, rows.size
         self.symbols = _input_symbols(gm)
         self.pinned = pinned_nodes(gm.graph)
@@ -222,6 +238,7 @@ class _Prover:
             starts,
             refused=(*forced, *self.refused),
             remarks=tuple(_distinct([*forced, *barriers])),
+            is_exact=self.exact is not None,
         )
 
     def _force(self, problem: _Unjoinable) -> None:
@@ -253,7 +270,7 @@ class _Prover:
                 continue
             op = Op(node, pl.schema_arguments(node), self.placements, self.batch)
             try:
-                decision = self._decide(op)
+                decision = self._exact(op, self._decide(op))
             except Refusal as refusal:
                 decision = _join(op, refusal)
                 self.data.add(node)
@@ -307,6 +324,16 @@ class _Prover:
             raise op.refuse(
                 f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
             ) from error
+        return decision
+
+    def _exact(self, op: Op, decision: Decision) -> Decision:
+        """With the gradients that become sums. Raises Refusal where bits would change and must not."""
+        summed = exactness.summed(op, decision, self.graded)
+        decision = dataclasses.replace(decision, summed=summed)
+        if self.exact is not None:
+            problem = exactness.obstacle(op, decision, self.exact, self.graded)
+            if problem is not None:
+                raise problem
         return decision
 
     def _item(self, op: Op) -> Decision:

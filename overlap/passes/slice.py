@@ -21,13 +21,14 @@ from collections.abc import Callable
 from torch import fx
 
 from overlap import islands, slicing
+from overlap.certificate import Certificate
 from overlap.errors import PassError
 from overlap.graph import Phase
 from overlap.instantiate import instantiate
 from overlap.pipeline import Context, Effect
 from overlap.slicing import Plan
 
-ANALYSES: dict[str, Callable[[fx.GraphModule], Plan]] = {
+ANALYSES: dict[str, Callable[[fx.GraphModule, Certificate | None], Plan]] = {
     "batch": slicing.analyse,
     "token": islands.analyse_tokens,
     "expert": islands.analyse_experts,
@@ -48,10 +49,12 @@ class Sliced:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Slice along `axis` into `slices` parts; 1 leaves the graph alone."""
+    """Slice along `axis` into `slices` parts; 1 leaves the graph alone. With `exact`, so that the
+    context's certificate vouches for every bit."""
 
     slices: int
     axis: str = "batch"
+    exact: bool = False
     name: str = "slice"
     effect: Effect = Effect.REWRITE
     requires: Phase = Phase.FORWARD
@@ -61,7 +64,8 @@ class Slice:
         if self.slices == 1:
             return
         try:
-            plan = ANALYSES[self.axis](gm)
+            exact = ctx.fact(Certificate) if self.exact else None
+            plan = ANALYSES[self.axis](gm, exact)
             sliced = self._apply(gm, ctx, plan)
         except PassError as error:
             if ctx.config.strict:
