@@ -23,11 +23,23 @@ from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from overlap import capture, collectives, compilation, cost, graph, presets, simulate
+from overlap import (
+    capture,
+    certificate,
+    collectives,
+    compilation,
+    cost,
+    graph,
+    islands,
+    presets,
+    simulate,
+)
 from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
+from overlap.errors import PassError
 from overlap.hardware import Profile
+from overlap.passes.merge_wgrad import Inexact
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
@@ -54,7 +66,7 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
         reference = as_written(gm, example_inputs)
-        return Checked(compiled, reference, config.check_steps)
+        return Checked(compiled, reference, config.check_steps, record.is_exact)
     return compiled
 
 
@@ -161,7 +173,35 @@ def _compile(
     profile = detect.profile(record.config.hardware, _device_of(example_inputs))
     record.profile = profile
     ctx.provide(profile)
-    program, preset = _prepare(gm, ctx, record)
+    if record.is_exact:
+        record.certificate = certificate.load(_device_of(example_inputs))
+        ctx.provide(record.certificate)
+    try:
+        return _compile_sliced(gm, example_inputs, ctx, record)
+    except _NotExact as error:
+        if record.config.strict:
+            raise PassError(str(error)) from error
+        ctx.running = "merge_wgrad"
+        ctx.remark("refused", f"nothing is sliced: {error}", advice="use numerics='reassociate'")
+        ctx.running = ""
+    record.slices, record.sliced_starts = 1, ()
+    record.graphs.clear()
+    return _compile_sliced(gm, example_inputs, ctx, record, 1)
+
+
+class _NotExact(Exception):
+    """What autograd made of the slices adds up in another order than the program as written."""
+
+
+def _compile_sliced(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ctx: Context,
+    record: Compilation,
+    slices: int | None = None,
+) -> Callable[..., Any]:
+    """The program in `slices` slices, by default as many as are asked for or worth it."""
+    program, preset = _prepare(gm, ctx, record, slices)
     session = _Session(record, ctx, preset)
     if preset is presets.NONE:
         return _through_autograd(
@@ -196,7 +236,7 @@ def _device_of(example_inputs: Sequence[Any]) -> torch.device:
 
 
 def _prepare(
-    gm: fx.GraphModule, ctx: Context, record: Compilation
+    gm: fx.GraphModule, ctx: Context, record: Compilation, slices: int | None
 ) -> tuple[fx.GraphModule, presets.Preset]:
     """The program that goes to autograd, sliced where it may be, and the passes after it."""
     config = record.config
@@ -208,15 +248,20 @@ def _prepare(
     except capture.CaptureError as error:
         ctx.provide(Policies({}))
         ctx.remark("refused", f"nothing is sliced: {error}")
-        return gm, presets.moe(slices=1)
+        return gm, presets.moe(slices=1, exact=record.is_exact)
     ctx.provide(Policies(captured.policies))
     if not collectives.has_collective(captured.gm):
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
-    slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
+    if slices is None:
+        slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
     record.slices = slices
-    record.axis = "batch" if config.axis == "auto" else config.axis
-    preset = presets.moe(slices, record.axis)
+    record.axis = config.axis
+    if config.axis == "auto":
+        # Rows of a batch meet in the experts' sums; slices of experts leave them as they are.
+        is_expert = record.is_exact and islands.is_routed(captured.gm)
+        record.axis = "expert" if is_expert else "batch"
+    preset = presets.moe(slices, record.axis, record.is_exact)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
@@ -228,6 +273,11 @@ def _partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     graph.set_phase(joint_gm, graph.Phase.JOINT)
     run(joint_gm, session.preset.joint, session.ctx)
+    if inexact := session.ctx.take(Inexact):
+        raise _NotExact(
+            f"{', '.join(inexact.nodes[:3])} of the backward still adds up what several slices "
+            "computed, in another order than the program as written (numerics='exact')"
+        )
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)
     for part in parts:

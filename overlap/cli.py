@@ -158,16 +158,19 @@ class Hardware:
     measure: bool = False
     """Measure this machine (not built yet)."""
     probe: bool = False
-    """Probe this machine for exact kernels (not built yet)."""
+    """Measure which kernels of this machine give a row the same bits alone and among others, and
+    keep it as the certificate that numerics='exact' goes by; takes minutes."""
     json: bool = False
     """Print one JSON document and nothing else."""
 
     def run(self, out: Output) -> None:
         from overlap import hardware
 
-        for flag, is_set in (("--measure", self.measure), ("--probe", self.probe)):
-            if is_set:
-                raise ConfigError(f"{flag} is not built yet; use a built-in profile or a file")
+        if self.measure:
+            raise ConfigError("--measure is not built yet; use a built-in profile or a file")
+        if self.probe:
+            _probe(out)
+            return
         if self.name is not None:
             fields = dataclasses.asdict(hardware.load(self.name))
             rows = tuple((name, str(value)) for name, value in fields.items())
@@ -266,6 +269,21 @@ def _check_files(*paths: Path | None) -> None:
             raise ConfigError(f"{str(path)!r} lies in a folder that does not exist")
         if path.is_dir():
             raise ConfigError(f"{str(path)!r} is a folder; name a file in it")
+
+
+def _probe(out: Output) -> None:
+    import torch
+
+    from overlap import certificate, probe
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = probe.probe(device)
+    path = certificate.save(found)
+    saved = dataclasses.replace(found, path=str(path))
+    rows = [(name, value or "not set") for name, value in found.environment.items()]
+    rows += [("digest", saved.digest), ("file", str(path))]
+    document = {"path": str(path), "digest": saved.digest, **found.to_json()}
+    out.emit(document, Group(str(saved), Grid(("certificate of", ""), tuple(rows), num_left=2)))
 
 
 def _look(options: _OfTarget, hardware: str) -> Preview:

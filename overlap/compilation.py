@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import fx
 from torch._guards import CompileContext
 
-from overlap import collectives, cost, graph, printing
+from overlap import certificate, collectives, cost, graph, printing
+from overlap.certificate import Certificate
 from overlap.config import Config
 from overlap.hardware import Profile
 from overlap.passes.schedule import Scheduled
@@ -93,6 +94,7 @@ class Compilation:
     structure: of the program as captured; ranks with other batches share it.
     places: per group, how many programs ran collectives of it before this one did.
     slices, axis: how many slices were asked for or chosen, and along what.
+    certificate: what exact numerics goes by.
     base_peak_bytes: peak in program order, before scheduling.
     """
 
@@ -105,6 +107,7 @@ class Compilation:
     axis: str = "batch"
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
+    certificate: Certificate = certificate.NONE
     base_peak_bytes: int = 0
     compile_s: float = 0.0
     remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
@@ -125,6 +128,10 @@ class Compilation:
         return record
 
     @property
+    def is_exact(self) -> bool:
+        return self.config.numerics == "exact"
+
+    @property
     def is_trained(self) -> bool:
         """Whether a parameter wants a gradient, be it in this run or in another of the code."""
         parameters = (reference() for reference in self.parameters)
@@ -138,7 +145,13 @@ class Compilation:
     def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {"slices": self.slices, "axis": self.axis, "check_steps": self.config.check_steps}
+        options = {
+            "slices": self.slices,
+            "axis": self.axis,
+            "check_steps": self.config.check_steps,
+            "numerics": self.config.numerics,
+            "certificate": self.certificate.digest,
+        }
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]

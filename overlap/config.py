@@ -19,7 +19,6 @@ INNERS = ("auto", "eager", "inductor")
 
 _CHOICES = {"preset": PRESETS, "axis": AXES, "numerics": NUMERICS, "inner": INNERS}
 _NOT_YET = {
-    ("numerics", "exact"): "use numerics='reassociate'",
     ("inner", "inductor"): "use inner='eager'",
     ("preset", "fsdp"): "use preset='moe', which slices and schedules every collective",
 }
@@ -35,8 +34,10 @@ class Config:
     axis: what a slice is cut along: "batch", rows of the inputs, which stay apart through the whole
         program; "token", the tokens of each routed exchange; "expert", each rank's experts; or
         "auto".
-    numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better; "exact"
-        is bitwise.
+    numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better, and the
+        report lists them; "exact" slices only what keeps every bit of the loss and of all
+        gradients, and leaves the rest as it is, with the reason. It goes by the certificate that
+        `overlap hardware --probe` makes; with axis "auto" it slices experts where there are any.
     memory_budget: peak while scheduling: bytes (an int), a ratio of the un-scheduled peak (a
         float, at least 1.0), or None for no limit.
     bucket_bytes: size of a bucket of small collectives, or "auto".

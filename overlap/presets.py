@@ -29,17 +29,20 @@ class Preset:
     final: tuple[Pass, ...]
 
 
-def moe(slices: int, axis: str = "batch") -> Preset:
+def moe(slices: int, axis: str = "batch", exact: bool = False) -> Preset:
     """Slice, merge what slicing takes apart, hide every collective."""
+    # Slices of experts leave every sum as it is, and so does a program that is not sliced.
+    is_merged = not exact or (slices > 1 and axis != "expert")
+    merge = (MergeWgrad(exact_slices=slices if exact else 0),) if is_merged else ()
     return Preset(
         forward=(
             Functionalize(),  # slices read values, so a value is written once
-            Slice(slices=slices, axis=axis),
+            Slice(slices=slices, axis=axis, exact=exact),
         ),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish
             Simplify(),
-            MergeWgrad(),
+            *merge,
             Recompute(),  # the partitioner obeys the user's checkpointing
         ),
         inference=(Normalize(), Simplify()),
