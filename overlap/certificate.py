@@ -150,7 +150,7 @@ def load(device: torch.device) -> Certificate:
         return NONE
     try:
         found = Certificate(**_frozen(json.loads(path.read_text())), path=str(path))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"certificate {str(path)!r} cannot be read: {error}; make it again with {COMMAND}"
         ) from error

@@ -92,9 +92,7 @@ def _gradients(outputs: Sequence[Any], inputs: Sequence[Any], tangents: Sequence
     return [by_id.get(id(value)) for value in inputs]
 
 
-def _compare(
-    what: str, values: Sequence[Any], expected: Sequence[Any], is_exact: bool
-) -> None:
+def _compare(what: str, values: Sequence[Any], expected: Sequence[Any], is_exact: bool) -> None:
     for i, (value, other) in enumerate(zip(values, expected, strict=True)):
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             if value is not other and value != other:

@@ -95,7 +95,7 @@ def differentiable(graph_: fx.Graph) -> set[fx.Node]:
 
 
 def summed(op: Op, decision: Decision, graded: Container[fx.Node]) -> tuple[fx.Node, ...]:
-    """The whole operands whose gradient is a sum over slices, since each slice reads all of them."""
+    """The whole operands whose gradient is a sum over slices: each slice reads all of them."""
     if decision.once or decision.first_slice or decision.drop:
         return ()
     if not pl.is_sliced(decision.placement):
@@ -173,7 +173,7 @@ def check_kernel(
     if packet in _MOVES or _is_permutation(op, decision) or packet is aten.embedding:
         return
     if packet in _ARITHMETIC:
-        _check_arithmetic(op, certificate, graded)
+        _check_arithmetic(op, decision, certificate, graded)
     elif packet in _PRODUCTS and _is_rows_times_matrix(op):
         _check_product(op, certificate, graded)
     elif packet is aten.scaled_dot_product_attention:
@@ -193,13 +193,15 @@ def _is_permutation(op: Op, decision: Decision) -> bool:
             return False
 
 
-def _check_arithmetic(op: Op, certificate: Certificate, graded: Container[fx.Node]) -> None:
+def _check_arithmetic(
+    op: Op, decision: Decision, certificate: Certificate, graded: Container[fx.Node]
+) -> None:
     if op.get("alpha", 1) != 1:
         raise op.refuse("multiplies and adds in one, which is not rounded alike by every path")
     if op.packet is aten.pow and op["exponent"] not in _POWERS:
         raise op.refuse(f"is not rounded alike by every path, for the power {op['exponent']}")
     for operand in op.operands:
-        if operand in graded and not op.place(operand) == pl.WHOLE:
+        if operand in graded and operand not in decision.summed:
             _check_broadcast(op, operand, certificate)
 
 
@@ -382,4 +384,3 @@ def parameter_name(node: fx.Node) -> str:
 def names_of(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     """Of every parameter once, in order."""
     return tuple(dict.fromkeys(map(parameter_name, nodes)))
-

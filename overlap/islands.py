@@ -282,9 +282,7 @@ def _check_exact(
             "over slices (numerics='exact')",
             "give each expert its own call",
         )
-    if not is_of_one_expert(op.node, decision, plan):
-        exactness.check_kernel(op, decision, certificate, graded)
-    elif not exactness.is_aligned(op):
+    if not is_of_one_expert(op.node, decision, plan) or not exactness.is_aligned(op):
         exactness.check_kernel(op, decision, certificate, graded)
 
 

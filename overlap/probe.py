@@ -1,4 +1,4 @@
-"""Measures the exactness certificate: does a kernel give a row the same bits alone and among others?
+"""Measures the exactness certificate: has a row the same bits alone and among others?
 
 Every check runs a kernel on many rows at once and again on parts of them, of every number of rows
 and at every offset, and compares bits, forward and backward. What is found is evidence, not proof:
@@ -51,9 +51,7 @@ ROWS: dict[str, Kernel] = {
     "sum": lambda x: x.sum(-1),
     "mean": lambda x: x.mean(-1),
     "cumsum": lambda x: x.cumsum(-1),
-    "cross_entropy": lambda x: F.cross_entropy(
-        x, torch.arange(x.shape[0]) * 0, reduction="none"
-    ),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.arange(x.shape[0]) * 0, reduction="none"),
 }
 """What reads the whole of each row."""
 COUNTS = (*range(1, 10), 15, 16, 17, 33)

@@ -170,9 +170,7 @@ def batches(gm: fx.GraphModule) -> list[Rows]:
     return list(found.values())
 
 
-def prove(
-    gm: fx.GraphModule, rows: Rows | None = None, exact: Certificate | None = None
-) -> Plan:
+def prove(gm: fx.GraphModule, rows: Rows | None = None, exact: Certificate | None = None) -> Plan:
     """A decision per node, for slices of `rows` (those of the first data input). With a
     certificate, whatever is not exact by it is refused like whatever is not proven.
 
@@ -327,7 +325,7 @@ class _Prover:
         return decision
 
     def _exact(self, op: Op, decision: Decision) -> Decision:
-        """With the gradients that become sums. Raises Refusal where bits would change and must not."""
+        """With the gradients that become sums. Raises Refusal where bits change and must not."""
         summed = exactness.summed(op, decision, self.graded)
         decision = dataclasses.replace(decision, summed=summed)
         if self.exact is not None:

@@ -1,0 +1,137 @@
+"""numerics='exact' through the backend, on gloo ranks: losses, every gradient and the weights after
+several steps have the bits of the program as written."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import DeepSeekV3, DeepSeekV3Config
+from overlap import backend, compilation
+from overlap.runtime import agree
+from tests import routed
+from tests.dist import run_ranks
+
+pytestmark = pytest.mark.dist
+
+TOY = dataclasses.replace(DeepSeekV3Config.toy(), max_seq=40)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One comparison.
+
+    batches: per step, (rows, tokens) of rank 0; rank 1 has one row more.
+    favoured: experts that get every token; the others get none.
+    """
+
+    batches: tuple[tuple[int, int], ...] = ((4, 16), (3, 13), (1, 17), (2, 16))
+    slices: int = 2
+    axis: str = "expert"
+    favoured: tuple[int, ...] = ()
+    compute: str = "loop"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """differing: what has other bits, by step and name.
+
+    num_compared: how many tensors were compared. slices: of every compilation, those that ran.
+    """
+
+    differing: list[str]
+    num_compared: int
+    slices: list[set[int | None]]
+    remarks: list[str]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Bit by bit, the sign of a zero aside."""
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16}[one.element_size()]
+    return bool((one.view(kind) == other.view(kind)).logical_or((one == 0) & (other == 0)).all())
+
+
+def make_model(job: Job) -> DeepSeekV3:
+    moe = dataclasses.replace(TOY.moe, num_experts=8, expert_compute=job.compute)
+    model = DeepSeekV3(dataclasses.replace(TOY, moe=moe), dist.group.WORLD)
+    for layer in model.moe_layers():
+        for expert in job.favoured:
+            layer.router.bias_E[expert] = 9.0
+    return model
+
+
+def train(
+    step: Callable[..., Tensor], model: nn.Module, make_batch: Any, num_steps: int
+) -> dict[str, Tensor]:
+    """Losses, gradients of every step and final weights, by name."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found: dict[str, Tensor] = {}
+    for i in range(num_steps):
+        y = step(make_batch(i))
+        generator = torch.Generator().manual_seed(i)
+        weight = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+        loss = (y.double() * weight).sum()
+        loss.backward()
+        found[f"loss {i}"] = loss.detach()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                found[f"{name} {i}"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def compare_programs(
+    model: nn.Module, make_batch: Any, num_steps: int, options: dict[str, Any]
+) -> Outcome:
+    torch._dynamo.reset()
+    backend.set_dynamo_flags()
+    num_known = len(compilation.records())
+    own = copy.deepcopy(model)
+    step = torch.compile(own, backend="overlap", fullgraph=True, options=options)
+    written = torch.compile(model, backend=backend.as_written, fullgraph=True, dynamic=True)
+    found = train(step, own, make_batch, num_steps)
+    expected = train(written, model, make_batch, num_steps)
+    assert found.keys() == expected.keys()
+    records = compilation.records()[num_known:]
+    return Outcome(
+        [name for name, value in expected.items() if not same_bits(found[name], value)],
+        len(expected),
+        [{one.slice for g in record.graphs for one in g.collectives} for record in records],
+        [str(remark) for record in records for remark in record.remarks],
+    )
+
+
+def train_model(rank: int, num_ranks: int, job: Job) -> Outcome:
+    def make_batch(i: int) -> Tensor:
+        rows, length = job.batches[i]
+        generator = torch.Generator().manual_seed(100 * i + rank)
+        return torch.randint(0, 256, (rows + rank, length), generator=generator)
+
+    options = {"slices": job.slices, "axis": job.axis, "numerics": "exact"}
+    return compare_programs(make_model(job), make_batch, len(job.batches), options)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(axis="auto", slices=4, batches=((2, 9), (1, 1), (1, 5))),
+        Job(favoured=(0, 5), batches=((2, 7), (1, 33))),
+        Job(favoured=(0, 1), batches=((2, 7), (1, 33))),
+        Job(compute="grouped", batches=((3, 11), (1, 5))),
+    ],
+    ids=["even and odd", "one sequence", "starved experts", "starved rank", "grouped"],
+)
+def test_deepseek_along_experts(job: Job) -> None:
+    for outcome in run_ranks(train_model, 2, job, timeout_s=280):
+        assert not outcome.differing
+        assert outcome.num_compared > 20 * len(job.batches)
+        assert all({0, 1} <= slices for slices in outcome.slices), outcome.remarks
