@@ -1,7 +1,7 @@
 """The exactness certificate: which kernels of this machine give a row the same bits alone and among
 others. It is measured (`overlap.probe`), kept as a file, and identified by a digest.
 
-    products      of rows with a matrix, by dtype and class of (K, N)
+    products      of rows with a matrix, by dtype and class of (K, N): from how many rows on
     elementwise   functions that are not rounded alike by every code path, by dtype: the number of
                   elements that rows have to be a multiple of, 1 where position never matters
     rows          what reads a whole row (softmax, norms, sums), by dtype and class of its length
@@ -53,8 +53,8 @@ class Certificate:
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])
     max_rows: int = 0
-    products: Mapping[str, tuple[str, ...]] = dataclasses.field(
-        default_factory=dict[str, tuple[str, ...]]
+    products: Mapping[str, Mapping[str, int]] = dataclasses.field(
+        default_factory=dict[str, Mapping[str, int]]
     )
     elementwise: Mapping[str, Mapping[str, int]] = dataclasses.field(
         default_factory=dict[str, Mapping[str, int]]
@@ -67,9 +67,10 @@ class Certificate:
     )
     path: str = dataclasses.field(default="", compare=False)
 
-    def has_product(self, dtype: torch.dtype, inner: int, columns: int) -> bool:
-        """Of rows of `inner` elements with a matrix of `columns` columns."""
-        return key(inner, columns) in self.products.get(name_of(dtype), ())
+    def least_rows(self, dtype: torch.dtype, inner: int, columns: int) -> int | None:
+        """From how many rows of `inner` elements on a product with a matrix of `columns` columns
+        gives each the same bits; None where it does not."""
+        return self.products.get(name_of(dtype), {}).get(key(inner, columns))
 
     def multiple_of(self, dtype: torch.dtype, function: str) -> int | None:
         """What the length of a row has to be a multiple of; None where nothing helps."""

@@ -80,8 +80,7 @@ def differentiable(graph_: fx.Graph) -> set[fx.Node]:
         if node.target is torch._C._set_grad_enabled:
             is_enabled = bool(node.args[0])
         if node.op == "placeholder":
-            value = graph.fake_value(node)
-            carries = isinstance(value, torch.Tensor) and value.requires_grad
+            carries = graph.requires_gradient(node)
         else:
             carries = (
                 is_enabled
@@ -241,15 +240,27 @@ def _is_rows_times_matrix(op: Op) -> bool:
 
 
 def _check_product(op: Op, certificate: Certificate, graded: Container[fx.Node]) -> None:
+    for inner, columns in _products_of(op, graded):
+        if certificate.least_rows(op.dtype, inner, columns) is None:
+            raise _not_certified(op, f"product of {inner} by {columns}", certificate)
+
+
+def _products_of(op: Op, graded: Container[fx.Node]) -> list[tuple[int, int]]:
+    """(K, N) of the product, and of the gradient of its rows."""
     rows, _ = _rows_of(op)
     inner, columns = pl.shape_of(rows)[-1], op.shape[-1]
     if not (inner.is_Integer and columns.is_Integer):
         raise op.refuse("multiplies by a matrix of unknown size")
-    needed = [(int(inner), int(columns))]
-    needed += [(int(columns), int(inner))] if rows in graded else []
-    for sizes in needed:
-        if not certificate.has_product(op.dtype, *sizes):
-            raise _not_certified(op, f"product of {sizes[0]} by {sizes[1]}", certificate)
+    sizes = int(inner), int(columns)
+    return [sizes, sizes[::-1]] if rows in graded else [sizes]
+
+
+def least_rows(op: Op, certificate: Certificate, graded: Container[fx.Node]) -> int:
+    """How many rows a slice must have, if any, for a node that `obstacle` let pass."""
+    if op.packet not in _PRODUCTS:
+        return 1
+    found = (certificate.least_rows(op.dtype, *sizes) for sizes in _products_of(op, graded))
+    return max(least or 1 for least in found)
 
 
 def _check_attention(op: Op, certificate: Certificate) -> None:

@@ -171,11 +171,20 @@ def is_module_state(placeholder: fx.Node) -> bool:
 
 
 def copy_source(source: fx.Node, target: fx.Node) -> None:
-    """Carry the Dynamo guard source, a node attribute that copies lose, to another placeholder."""
+    """Carry the Dynamo guard source, a node attribute that copies lose, and what Dynamo knows of the
+    value, to another placeholder."""
     if hasattr(source, "_dynamo_source"):
         target._dynamo_source = source._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
-    if "grapharg" in source.meta:
-        target.meta["grapharg"] = source.meta["grapharg"]
+    for key in ("grapharg", "example_value"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def requires_gradient(placeholder: fx.Node) -> bool:
+    """Whether a gradient is asked for; what a trace records of an input itself does not say."""
+    value = placeholder.meta.get("example_value")
+    value = fake_value(placeholder) if value is None else value
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

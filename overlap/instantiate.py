@@ -39,7 +39,8 @@ def instantiate(gm: fx.GraphModule, plan: Plan, slices: int) -> None:
 
 
 class RowEmitter(Emitter):
-    """Slices of consecutive rows; the cut before slice i is at row `rows * i // N`.
+    """Slices of consecutive rows; the cut before slice i is at row `rows * i // N`, or at the
+    multiple of the plan's unit that comes of counting rows in units.
 
     lengths: rows of every slice.
     cuts: each slice's part of a whole value, by value, dim and grad mode.
@@ -58,10 +59,12 @@ class RowEmitter(Emitter):
     def _slice_lengths(self) -> list[Any]:
         """Rows of every slice."""
         call, rows = self.sizes.call, self.sizes.write(self.plan.batch)
-        first_rows = [
-            call(operator.floordiv, call(operator.mul, rows, i), self.num_slices)
+        units = call(operator.floordiv, rows, self.plan.unit) if self.plan.unit > 1 else rows
+        shares = [
+            call(operator.floordiv, call(operator.mul, units, i), self.num_slices)
             for i in range(self.num_slices)
         ]
+        first_rows = [call(operator.mul, share, self.plan.unit) for share in shares]
         ends = [*first_rows[1:], rows]
         return [call(operator.sub, b, a) for a, b in zip(first_rows, ends, strict=True)]
 

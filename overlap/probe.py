@@ -89,7 +89,7 @@ def probe(device: torch.device, extent: Extent | None = None) -> Certificate:
         return Certificate(
             environment(device),
             extent.max_rows,
-            {name_of(dtype): tuple(products(dtype, extent)) for dtype in DTYPES},
+            {name_of(dtype): dict(products(dtype, extent)) for dtype in DTYPES},
             {name_of(dtype): functions(dtype) for dtype in DTYPES},
             {
                 name_of(dtype): {
@@ -105,12 +105,13 @@ def probe(device: torch.device, extent: Extent | None = None) -> Certificate:
 # --- products -------------------------------------------------------------------------------------
 
 
-def products(dtype: torch.dtype, extent: Extent) -> Iterator[str]:
-    """The classes of (K, N) whose products have the same bits row by row."""
+def products(dtype: torch.dtype, extent: Extent) -> Iterator[tuple[str, int]]:
+    """The classes of (K, N) whose products give a row the same bits, from how many rows on."""
     for inner, columns in itertools.product(extent.sizes, repeat=2):
         shapes = itertools.product(_samples(inner), _samples(columns))
-        if all(is_exact_product(dtype, k, n, extent) for k, n in shapes):
-            yield key(inner, columns)
+        least = [least_rows(dtype, k, n, extent) for k, n in shapes]
+        if None not in least:
+            yield key(inner, columns), max(rows for rows in least if rows is not None)
 
 
 def _samples(size: int) -> tuple[int, ...]:
@@ -118,8 +119,8 @@ def _samples(size: int) -> tuple[int, ...]:
     return (size,) if size < 4 else (size, size // 4 * 3 + 1)
 
 
-def is_exact_product(dtype: torch.dtype, inner: int, columns: int, extent: Extent) -> bool:
-    """With the matrix stored either way, and with a bias."""
+def least_rows(dtype: torch.dtype, inner: int, columns: int, extent: Extent) -> int | None:
+    """From how many rows on, with the matrix stored either way, and with a bias."""
     rows = torch.randn(extent.max_rows, inner).to(dtype)
     matrix = torch.randn(inner, columns).to(dtype)
     turned = matrix.t().contiguous().t()
@@ -129,19 +130,30 @@ def is_exact_product(dtype: torch.dtype, inner: int, columns: int, extent: Exten
         lambda x: x @ turned,
         lambda x: torch.addmm(bias, x, turned),
     )
-    return all(is_row_invariant(kernel, rows, extent.counts) for kernel in kernels)
+    found = [row_invariant_from(kernel, rows, extent) for kernel in kernels]
+    return None if None in found else max(least for least in found if least is not None)
 
 
-def is_row_invariant(kernel: Kernel, rows: Tensor, counts: Iterable[int]) -> bool:
-    """Whether parts of `rows`, of every count and at several offsets, give those rows' bits."""
+def row_invariant_from(kernel: Kernel, rows: Tensor, extent: Extent) -> int | None:
+    """The least number of rows from which on every number gives the bits of all `rows`; None where
+    that is beyond those that are tried one by one."""
     whole = kernel(rows)
-    for count in counts:
-        for start in {0, count % 7, len(rows) // 2 - count // 3, len(rows) - count}:
-            if 0 <= start <= len(rows) - count and not is_same(
-                kernel(rows[start : start + count]), whole[start : start + count]
-            ):
-                return False
-    return True
+    least = 1
+    for count in reversed(extent.counts):
+        if not _is_exact_part(kernel, rows, whole, count):
+            least = count + 1
+            break
+    return least if least <= extent.few_rows else None
+
+
+def _is_exact_part(kernel: Kernel, rows: Tensor, whole: Tensor, count: int) -> bool:
+    """Parts of `rows` of one count, at several offsets."""
+    starts = {0, count % 7, len(rows) // 2 - count // 3, len(rows) - count}
+    return all(
+        is_same(kernel(rows[start : start + count]), whole[start : start + count])
+        for start in starts
+        if 0 <= start <= len(rows) - count
+    )
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:

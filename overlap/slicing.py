@@ -83,6 +83,7 @@ class Plan:
     remarks: the part of it that keeps a collective from being hidden.
     islands: by routing key, what is sliced along experts.
     is_exact: every value and gradient is to have the bits of the program as written.
+    unit: rows are cut in multiples of it; those that remain are the last slice's.
     """
 
     axis: str
@@ -93,6 +94,7 @@ class Plan:
     remarks: tuple[Refused, ...]
     islands: Mapping[str, Island] = dataclasses.field(default_factory=dict[str, Island])
     is_exact: bool = False
+    unit: int = 1
 
     @property
     def reassociated(self) -> tuple[str, ...]:
@@ -202,6 +204,7 @@ class _Prover:
     decisions, placements, refused: of the pass over the graph that is under way, so far.
     data: whole values that the inputs' data is in.
     graded: values that carry a gradient.
+    unit: what exact slices are cut in multiples of.
     """
 
     def __init__(self, gm: fx.GraphModule, rows: Rows, exact: Certificate | None) -> None:
@@ -217,6 +220,7 @@ class _Prover:
         self.placements: dict[fx.Node, pl.Placement] = {}
         self.refused: list[Refused] = []
         self.data: set[fx.Node] = set()
+        self.unit = 1
 
     def plan(self) -> Plan:
         while True:
@@ -237,6 +241,7 @@ class _Prover:
             refused=(*forced, *self.refused),
             remarks=tuple(_distinct([*forced, *barriers])),
             is_exact=self.exact is not None,
+            unit=self.unit,
         )
 
     def _force(self, problem: _Unjoinable) -> None:
@@ -332,6 +337,8 @@ class _Prover:
             problem = exactness.obstacle(op, decision, self.exact, self.graded)
             if problem is not None:
                 raise problem
+            if not decision.once and pl.is_sliced(decision.placement):
+                self.unit = max(self.unit, exactness.least_rows(op, self.exact, self.graded))
         return decision
 
     def _item(self, op: Op) -> Decision:

@@ -37,9 +37,12 @@ def reads_its_neighbour(x: Tensor) -> Tensor:
 
 
 def test_a_product_with_another_kernel_for_few_rows_is_found() -> None:
+    extent = probe.Extent(max_rows=64, few_rows=20)
     rows = torch.randn(64, 33)
-    assert not probe.is_row_invariant(rounds_few_rows_otherwise, rows, range(1, 20))
-    assert probe.is_row_invariant(rounds_few_rows_otherwise, rows, range(16, 40))
+    assert probe.row_invariant_from(rounds_few_rows_otherwise, rows, extent) == 16
+    few = dataclasses.replace(extent, few_rows=12)
+    assert probe.row_invariant_from(rounds_few_rows_otherwise, rows, few) is None
+    assert probe.row_invariant_from(lambda x: x * 2, rows, extent) == 1
 
 
 def test_a_remainder_that_is_rounded_otherwise_asks_for_whole_vectors() -> None:
@@ -95,7 +98,7 @@ def some_certificate() -> Certificate:
     return Certificate(
         certificate.environment(CPU),
         128,
-        {"float32": ("8x16", "64x64")},
+        {"float32": {"8x16": 4, "64x64": 1}},
         {"float32": {"silu": 16, "exp": 1}},
         {"float32": {"softmax": ("8",)}},
         {"float32": ("16x16",)},
@@ -110,9 +113,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_a_certificate_covers() -> None:
     found = some_certificate()
-    assert found.has_product(torch.float32, 8, 16) and found.has_product(torch.float32, 5, 9)
-    assert not found.has_product(torch.float32, 9, 16)
-    assert not found.has_product(torch.bfloat16, 8, 16)
+    assert found.least_rows(torch.float32, 8, 16) == found.least_rows(torch.float32, 5, 9) == 4
+    assert found.least_rows(torch.float32, 9, 16) is None
+    assert found.least_rows(torch.bfloat16, 8, 16) is None
     assert found.multiple_of(torch.float32, "silu") == 16
     assert found.multiple_of(torch.float32, "gelu") is None
     assert found.has_rows(torch.float32, "softmax", 7)
@@ -154,7 +157,7 @@ def test_a_file_that_is_none_is_an_error(cache: Path, text: str) -> None:
 
 def test_digests_tell_certificates_apart() -> None:
     one = some_certificate()
-    other = dataclasses.replace(one, products={"float32": ("8x16",)})
+    other = dataclasses.replace(one, products={"float32": {"8x16": 4}})
     assert len({one.digest, other.digest, NONE.digest}) == 3
     assert dataclasses.replace(one, path="elsewhere").digest == one.digest
 
