@@ -251,8 +251,8 @@ def _products_of(op: Op, graded: Container[fx.Node]) -> list[tuple[int, int]]:
     inner, columns = pl.shape_of(rows)[-1], op.shape[-1]
     if not (inner.is_Integer and columns.is_Integer):
         raise op.refuse("multiplies by a matrix of unknown size")
-    sizes = int(inner), int(columns)
-    return [sizes, sizes[::-1]] if rows in graded else [sizes]
+    forward, backward = (int(inner), int(columns)), (int(columns), int(inner))
+    return [forward, backward] if rows in graded else [forward]
 
 
 def least_rows(op: Op, certificate: Certificate, graded: Container[fx.Node]) -> int:

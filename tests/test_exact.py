@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from models import DeepSeekV3, DeepSeekV3Config
 from overlap import backend, compilation
-from overlap.runtime import agree
-from tests import routed
 from tests.dist import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -151,7 +151,7 @@ def test_a_file_of_another_environment_is_an_error(cache: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "{}x", '{"lines": 1}', "[]"])
 def test_a_file_that_is_none_is_an_error(cache: Path, text: str) -> None:
     certificate.path_of(certificate.environment(CPU)).write_text(text)
-    with pytest.raises(ConfigError, match="cannot be read.*overlap hardware --probe"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*overlap hardware --probe"):
         certificate.load(CPU)
 
 
