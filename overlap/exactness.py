@@ -38,10 +38,11 @@ _MOVES = (
     aten.zeros_like, aten.ones_like, aten.empty_like, aten.full_like, aten.fill, aten.zero,
     aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full, aten.zeros, aten.ones,
     aten.empty, aten.full, aten.arange, aten.topk, aten.sort, aten.argsort, aten.argmax,
-    aten.argmin, aten.one_hot, torch.ops._c10d_functional.all_to_all_single,
+    aten.argmin, aten.one_hot, aten.dropout, torch.ops._c10d_functional.all_to_all_single,
     torch.ops._c10d_functional.wait_tensor,
 )  # fmt: skip
-"""Every element is some element of an operand; in the backward, none is added to another."""
+"""Every element is some element of an operand; in the backward, none is added to another. Dropout
+is one of them where it draws nothing."""
 _PERMUTATIONS = (
     aten.index, aten.index_select, aten.index_put, aten.index_copy, aten.scatter,
 )  # fmt: skip
@@ -278,8 +279,10 @@ def _check_row(op: Op, function: str, certificate: Certificate) -> None:
     length = shape[-1]
     if not _is_along_last(op, len(shape)) or not length.is_Integer or not is_contiguous(source):
         raise op.refuse("reads something else than the last dim of contiguous rows")
-    if op.packet is aten.cross_entropy_loss and len(shape) != 2:
-        raise op.refuse("reads something else than the last dim of contiguous rows")
+    if op.packet is aten.cross_entropy_loss:
+        is_plain = op["weight"] is None and op["label_smoothing"] == 0
+        if len(shape) != 2 or not is_plain:
+            raise op.refuse("is certified for rows of logits without weights or smoothing only")
     if not certificate.has_rows(graph.fake_value(source).dtype, function, int(length)):
         raise _not_certified(op, f"{function} of {length} elements", certificate)
 

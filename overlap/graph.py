@@ -171,8 +171,8 @@ def is_module_state(placeholder: fx.Node) -> bool:
 
 
 def copy_source(source: fx.Node, target: fx.Node) -> None:
-    """Carry the Dynamo guard source, a node attribute that copies lose, and what Dynamo knows of the
-    value, to another placeholder."""
+    """Carry the Dynamo guard source, a node attribute that copies lose, and what Dynamo knows of
+    the value, to another placeholder."""
     if hasattr(source, "_dynamo_source"):
         target._dynamo_source = source._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
     for key in ("grapharg", "example_value"):

@@ -273,11 +273,11 @@ CHANNELS = (4, 8, 16, 32, 64, 128)
 LENGTHS = (1, 5, 33, 130)
 
 
-def attentions(dtype: torch.dtype, lengths: Sequence[int] = LENGTHS) -> Iterator[str]:
+def attentions(dtype: torch.dtype, widths: Sequence[int] = CHANNELS) -> Iterator[str]:
     """The classes of (query channels, value channels) for which a sequence has the same bits
     whatever is beside it, causal or not."""
-    for channels, value_channels in itertools.product(CHANNELS, repeat=2):
-        cases = itertools.product(lengths, (False, True))
+    for channels, value_channels in itertools.product(widths, repeat=2):
+        cases = itertools.product(LENGTHS, (False, True))
         if all(_is_exact_attention(dtype, channels, value_channels, *case) for case in cases):
             yield key(channels, value_channels)
 

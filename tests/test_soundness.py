@@ -441,10 +441,10 @@ EXACT: dict[str, Program] = {
 }
 """More than those above: what exact numerics alone refuse, or must not."""
 SLICED_EXACTLY = {
-    "linear_relu", "rms_norm_linear", "rotary", "attention_contiguous", "softmax_last", "flip_last",
+    "linear_relu", "rms_norm_linear", "rotary", "attention", "attention_causal", "softmax_last", "flip_last",
     "sort_last", "shape_as_value", "shape_as_scale", "zeros_of_extent", "position_of_row",
     "write_through_view", "read_before_write", "silu_of_whole_vectors", "softplus_of_whole_vectors",
-    "weights_used_thrice", "one_row", "no_row", "where",
+    "weights_used_thrice", "one_row", "no_row", "dropout_eval",
 }  # fmt: skip
 """Nothing of these is computed once."""
 
@@ -474,7 +474,7 @@ def compare_exactly(rank: int, num_ranks: int, names: Sequence[str]) -> dict[str
                 for name, kernel in probe.ROWS.items()
             }
         },
-        {"float32": ()},
+        {"float32": tuple(probe.attentions(dtype, (4,)))},
     )
     results: dict[str, Found] = {}
     for name in names:
