@@ -310,7 +310,7 @@ def _is_certified_function(op: Op, decision: Decision, certificate: Certificate)
     if multiple is None or multiple == 1:
         return multiple == 1
     per_row = pl.product(op.shape[1:])
-    is_whole_vectors = per_row.is_Integer and int(per_row) % multiple == 0
+    is_whole_vectors = pl.quotient(per_row, sympy.Integer(multiple)) is not None
     return decision.placement.dim == 0 and is_whole_vectors and is_contiguous(op.operands[0])
 
 

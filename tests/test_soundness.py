@@ -443,7 +443,7 @@ EXACT: dict[str, Program] = {
 SLICED_EXACTLY = {
     "linear_relu", "rms_norm_linear", "rotary", "attention", "attention_causal", "softmax_last", "flip_last",
     "sort_last", "shape_as_value", "shape_as_scale", "zeros_of_extent", "position_of_row",
-    "write_through_view", "read_before_write", "silu_of_whole_vectors", "softplus_of_whole_vectors",
+    "read_before_write", "silu_of_whole_vectors", "softplus_of_whole_vectors",
     "weights_used_thrice", "one_row", "no_row", "dropout_eval",
 }  # fmt: skip
 """Nothing of these is computed once."""
