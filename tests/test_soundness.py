@@ -436,7 +436,7 @@ EXACT: dict[str, Program] = {
     "used_thrice": Program(used_thrice, once("amax", "flip")),
     "weights_used_thrice": Program(exact_rows),
     "one_sequence": Program(lambda m, x: F.relu(x @ m.w), once("matmul"), lambda b: rows(1)),
-    "one_row": Program(lambda m, x: F.relu(x @ m.w), inputs=lambda b: rows_2d(1)),
+    "one_row": Program(lambda m, x: F.relu(x @ m.w), once("matmul"), lambda b: rows_2d(1)),
     "no_row": Program(lambda m, x: F.relu(x @ m.w), inputs=lambda b: rows_2d(0)),
 }
 """More than those above: what exact numerics alone refuse, or must not."""
@@ -444,7 +444,7 @@ SLICED_EXACTLY = {
     "linear_relu", "rms_norm_linear", "rotary", "attention", "attention_causal", "softmax_last", "flip_last",
     "sort_last", "shape_as_value", "shape_as_scale", "zeros_of_extent", "position_of_row",
     "read_before_write", "silu_of_whole_vectors", "softplus_of_whole_vectors",
-    "weights_used_thrice", "one_row", "no_row", "dropout_eval",
+    "weights_used_thrice", "no_row", "dropout_eval",
 }  # fmt: skip
 """Nothing of these is computed once."""
 
