@@ -368,7 +368,8 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def mixing(graph_: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that compute one number from numbers of several slices; joins do not."""
+    """Nodes that compute one number from numbers of several slices, which joins do not, and results
+    that hold one slice's alone."""
     belongs: dict[fx.Node, frozenset[int]] = {}
     for node in graph_.nodes:
         tag = graph.tag_of(node).slice
@@ -377,7 +378,9 @@ def mixing(graph_: fx.Graph) -> Iterator[fx.Node]:
             found = frozenset()
         elif not found and tag is not None:
             found = frozenset((tag,))
-        if node.op == "output" or not holds_reals(node):
+        if node.op == "output":
+            yield from (n for n in node.all_input_nodes if belongs[n])
+        if not holds_reals(node):
             found = frozenset()
         if len(found) > 1:
             yield node

@@ -193,6 +193,8 @@ def _merge_uses(root: fx.Node, slices: int) -> None:
     leaves = sum_leaves(root)
     if not graph.is_backward(root) or len(set(leaves)) < len(leaves):
         return
+    if not _adds_one_by_one(root, len(leaves)):
+        return
     terms: list[fx.Node | list[list[fx.Node]]] = []
     while leaves:
         use = [_exact_chain(leaf) for leaf in leaves[:slices]]
@@ -210,6 +212,16 @@ def _merge_uses(root: fx.Node, slices: int) -> None:
         for term in values[1:]:
             value = _call(root, aten.add.Tensor, (value, term))
     root.replace_all_uses_with(value)
+
+
+def _adds_one_by_one(root: fx.Node, num_leaves: int) -> bool:
+    """Whether a sum adds one term to those before, and never two sums."""
+    node = root
+    for expected in range(num_leaves, 1, -1):
+        if len(sum_leaves(node)) != expected:
+            return False
+        node = graph.args_of(node)[0]
+    return True
 
 
 def _exact_chain(leaf: fx.Node) -> list[fx.Node] | None:
