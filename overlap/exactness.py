@@ -384,7 +384,7 @@ def mixing(graph_: fx.Graph) -> Iterator[fx.Node]:
             found = frozenset()
         if len(found) > 1:
             yield node
-        belongs[node] = found
+        belongs[node] = found if len(found) == 1 else frozenset()
 
 
 def holds_reals(node: fx.Node) -> bool:

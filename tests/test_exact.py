@@ -126,10 +126,12 @@ def train_model(rank: int, num_ranks: int, job: Job) -> Outcome:
         Job(favoured=(0, 1), batches=((2, 7), (2, 33))),
         Job(compute="grouped", batches=((3, 11), (2, 5))),
     ],
-    ids=["even and odd", "one sequence", "starved experts", "starved rank", "grouped"],
+    ids=["a sequence of steps", "one row", "two idle experts", "an idle rank", "bf16 products"],
 )
 def test_deepseek_along_experts(job: Job) -> None:
-    for outcome in run_ranks(train_model, 2, job, timeout_s=280):
+    # Other tests hold these graphs to the slow rules.
+    env = {"OVERLAP_VERIFY": ""}
+    for outcome in run_ranks(train_model, 2, job, timeout_s=280, env=env):
         assert not outcome.differing
         assert outcome.num_compared > 20 * len(job.batches)
         assert all({0, 1} <= slices for slices in outcome.slices), outcome.remarks
