@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 
 from models import DeepSeekV3, DeepSeekV3Config
-from overlap import backend, compilation
+from overlap import backend, certificate, compilation, explain, probe
 from tests.dist import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -135,3 +138,68 @@ def test_deepseek_along_experts(job: Job) -> None:
         assert not outcome.differing
         assert outcome.num_compared > 20 * len(job.batches)
         assert all({0, 1} <= slices for slices in outcome.slices), outcome.remarks
+
+
+# ---- along the batch, with a certificate ---------------------------------------------------------
+
+
+class Exchanged(nn.Module):
+    """Dense layers around an exchange of blocks of another dim than the batch."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ranks = ranks
+        self.norm = nn.RMSNorm(16)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 16)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        h_BSF = torch.nn.functional.silu(self.up(self.norm(x_BSD)))
+        blocks_FBS = h_BSF.permute(2, 0, 1).contiguous()
+        sizes = [32 // self.ranks] * self.ranks
+        group = dist.group.WORLD.group_name
+        sent_FBS = funcol.all_to_all_single_autograd(blocks_FBS, sizes, sizes, group)
+        return x_BSD + self.down(sent_FBS.permute(1, 2, 0).contiguous())
+
+
+def train_exchanged(rank: int, num_ranks: int, has_certificate: bool) -> tuple[Outcome, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[certificate.FOLDER_VARIABLE] = folder
+        if has_certificate:
+            extent = probe.Extent(max_size=32, max_rows=96)
+            dtype, device = torch.float32, torch.device("cpu")
+            silu = {"silu": probe.FUNCTIONS["silu"]}
+            rows = {"rms_norm": tuple(probe.classes_of_rows(probe.rms_norm, dtype, extent))}
+            certificate.save(
+                certificate.Certificate(
+                    certificate.environment(device),
+                    extent.max_rows,
+                    {"float32": dict(probe.products(dtype, extent))},
+                    {"float32": probe.functions(dtype, silu)},
+                    {"float32": rows},
+                )
+            )
+
+        def make_batch(i: int) -> Tensor:
+            generator = torch.Generator().manual_seed(10 * i + rank)
+            return torch.randn(13 - i, 3, 16, generator=generator)
+
+        options = {"slices": 2, "axis": "batch", "numerics": "exact"}
+        outcome = compare_programs(Exchanged(num_ranks), make_batch, 2, options)
+        return outcome, explain(compilation.records()[-1]).to_json()["certificate"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dense_layers_along_the_batch_with_a_certificate(ranks: int) -> None:
+    for outcome, text in run_ranks(train_exchanged, ranks, True, timeout_s=280):
+        assert not outcome.differing and outcome.num_compared == 18
+        assert outcome.slices == [{0, 1}], outcome.remarks
+        assert "classes of products" in text and "exact-" in text
+
+
+def test_dense_layers_without_a_certificate_say_how_to_get_one() -> None:
+    [(outcome, text)] = run_ranks(train_exchanged, 1, False, timeout_s=280)
+    assert not outcome.differing
+    assert any("overlap hardware --probe" in remark for remark in outcome.remarks)
+    assert text.startswith("no certificate") and "overlap hardware --probe" in text
