@@ -275,8 +275,9 @@ def _partition(
     run(joint_gm, session.preset.joint, session.ctx)
     if inexact := session.ctx.take(Inexact):
         raise _NotExact(
-            f"{', '.join(inexact.nodes[:3])} of the backward still adds up what several slices "
-            "computed, in another order than the program as written (numerics='exact')"
+            f"{', '.join(inexact.nodes[:3])} of the backward would add up what several slices "
+            "computed, or lie otherwise in memory than in the program as written "
+            "(numerics='exact')"
         )
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)

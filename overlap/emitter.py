@@ -225,7 +225,7 @@ class Emitter:
     def _check_layout(self, node: fx.Node) -> None:
         """Kernels may round otherwise by how their operands lie in memory, and a join lies in the
         order of its dims. Raises PassError where that changes, and bits must not."""
-        if self.plan.is_exact and exactness.holds_reals(node) and not _is_in_order(node):
+        if self.plan.is_exact and exactness.holds_reals(node) and not exactness.is_contiguous(node):
             raise PassError(
                 f"{node.name} has to be joined and lies in another order in memory than its dims "
                 "say, which kernels may round otherwise (numerics='exact'); make it contiguous"
@@ -244,10 +244,6 @@ class Emitter:
         if self.current is not None:
             graph.copy_facts(self.current, new)
         return new
-
-
-def _is_in_order(node: fx.Node) -> bool:
-    return not isinstance(graph.fake_value(node), torch.Tensor) or exactness.is_contiguous(node)
 
 
 def _args(expr: sympy.Expr) -> tuple[Any, ...]:

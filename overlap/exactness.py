@@ -174,6 +174,8 @@ def check_kernel(
         return
     if packet in _ARITHMETIC:
         _check_arithmetic(op, decision, certificate, graded)
+    elif not _is_leading(decision, op):
+        raise op.refuse("works on rows that do not lie one after the other (numerics='exact')")
     elif packet in _PRODUCTS and _is_rows_times_matrix(op):
         _check_product(op, certificate, graded)
     elif packet is aten.scaled_dot_product_attention:
@@ -182,6 +184,15 @@ def check_kernel(
         _check_row(op, _ROWS[packet], certificate)
     elif not _is_certified_function(op, decision, certificate):
         raise _not_certified(op, _function(op), certificate)
+
+
+def _is_leading(decision: Decision, op: Op) -> bool:
+    """Whether a slice's rows are one piece of memory of the whole's."""
+    match decision.placement:
+        case Split(dim):
+            return all(size == 1 for size in op.shape[:dim])
+        case _:
+            return False
 
 
 def _is_permutation(op: Op, decision: Decision) -> bool:
@@ -343,6 +354,8 @@ def is_aligned(op: Op) -> bool:
 def is_contiguous(node: fx.Node) -> bool:
     """Whether a value lies in memory row by row, without a guard."""
     value = graph.fake_value(node)
+    if not isinstance(value, torch.Tensor):
+        return True
     expected = sympy.Integer(1)
     for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
         extent = pl.expression(size)
@@ -368,13 +381,16 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def mixing(graph_: fx.Graph) -> Iterator[fx.Node]:
-    """Nodes that compute one number from numbers of several slices, which joins do not, and results
-    that hold one slice's alone."""
+    """Nodes that compute one number from numbers of several slices, which joins do not; results
+    that hold one slice's alone; and values that lie in memory otherwise than un-sliced, or than what
+    was certified, since kernels may round by that."""
     belongs: dict[fx.Node, frozenset[int]] = {}
     for node in graph_.nodes:
         tag = graph.tag_of(node).slice
         found = frozenset[int]().union(*(belongs[n] for n in node.all_input_nodes))
         if len(found) > 1 and graph.is_call(node, aten.cat):
+            if not all(map(is_contiguous, filter(holds_reals, node.all_input_nodes))):
+                yield node
             found = frozenset()
         elif not found and tag is not None:
             found = frozenset((tag,))
@@ -382,9 +398,20 @@ def mixing(graph_: fx.Graph) -> Iterator[fx.Node]:
             yield from (n for n in node.all_input_nodes if belongs[n])
         if not holds_reals(node):
             found = frozenset()
-        if len(found) > 1:
+        if len(found) > 1 or (found and not _has_certified_layout(node)):
             yield node
         belongs[node] = found if len(found) == 1 else frozenset()
+
+
+_MOVING_BACKWARDS = (aten.select_backward, aten.slice_backward)
+
+
+def _has_certified_layout(node: fx.Node) -> bool:
+    """Kernels of a backward are certified for rows that lie one after the other."""
+    name = pl.operator_name(node)
+    if "backward" not in name or "attention" in name or graph.is_call(node, *_MOVING_BACKWARDS):
+        return True
+    return all(map(is_contiguous, filter(holds_reals, node.all_input_nodes)))
 
 
 def holds_reals(node: fx.Node) -> bool:
