@@ -382,8 +382,8 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 def mixing(graph_: fx.Graph) -> Iterator[fx.Node]:
     """Nodes that compute one number from numbers of several slices, which joins do not; results
-    that hold one slice's alone; and values that lie in memory otherwise than un-sliced, or than what
-    was certified, since kernels may round by that."""
+    that hold one slice's alone; and values that lie in memory otherwise than un-sliced, or than
+    what was certified, since kernels may round by that."""
     belongs: dict[fx.Node, frozenset[int]] = {}
     for node in graph_.nodes:
         tag = graph.tag_of(node).slice
