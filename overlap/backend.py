@@ -27,6 +27,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from overlap import (
     capture,
+    certificate,
     collectives,
     compilation,
     cost,
@@ -38,10 +39,13 @@ from overlap import (
     whole_step,
 )
 from overlap.checking import Checked
+from overlap.choose import Choice
 from overlap.compilation import Compilation
 from overlap.config import Config
 from overlap.cost_table import CostTable
+from overlap.errors import PassError
 from overlap.hardware import Profile
+from overlap.passes.merge_wgrad import Inexact
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
@@ -81,7 +85,7 @@ def compile_with(
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
         reference = as_written(gm, example_inputs)
-        return Checked(compiled, reference, config.check_steps)
+        return Checked(compiled, reference, config.check_steps, record.is_exact)
     return compiled
 
 
@@ -200,6 +204,33 @@ def _compile(
     ctx.provide(profile)
     if record.config.costs is not None:
         record.table = cost_table.load(record.config.costs)
+    if record.is_exact:
+        record.certificate = certificate.load(device)
+        ctx.provide(record.certificate)
+    try:
+        return _compile_sliced(gm, example_inputs, ctx, record, runner)
+    except _NotExact as error:
+        if record.config.strict:
+            raise PassError(str(error)) from error
+        ctx.running = "merge_wgrad"
+        ctx.remark("refused", f"nothing is sliced: {error}", advice="use numerics='reassociate'")
+        ctx.running = ""
+    record.choice, record.sliced_starts = Choice(record.axis, 1), ()
+    record.graphs.clear()
+    return _compile_sliced(gm, example_inputs, ctx, record, runner)
+
+
+class _NotExact(Exception):
+    """What autograd made of the slices adds up in another order than the program as written."""
+
+
+def _compile_sliced(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    ctx: Context,
+    record: Compilation,
+    runner: Runner,
+) -> Callable[..., Any]:
     program, preset = _prepare(gm, ctx, record)
     session = _Session(record, ctx, preset, runner, program if program is not gm else None)
     if preset is presets.NONE:
@@ -248,18 +279,20 @@ def _prepare(
         ctx.provide(Policies({}))
         _use_table(gm, ctx, record)
         ctx.remark("refused", f"nothing is sliced: {error}")
-        return gm, presets.moe(slices=1)
+        return gm, presets.moe(slices=1, exact=record.is_exact)
     ctx.provide(Policies(captured.policies))
     if not collectives.has_collective(captured.gm):
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
     _use_table(captured.gm, ctx, record)
     run(captured.gm, presets.prepare(config.whole_step and config.slices != 1), ctx)
-    choice = compilation.decide(captured.gm, record, ctx.group_size)
-    record.choice, record.slices, record.axis = choice, choice.slices, choice.axis
+    if record.choice is None:
+        record.choice = compilation.decide(captured.gm, record, ctx.group_size)
+    choice = record.choice
+    record.slices, record.axis = choice.slices, choice.axis
     if choice.reason:
         ctx.remark("note", choice.reason, advice="slices=2 slices it all the same")
-    preset = presets.moe(choice.slices, choice.axis, config.whole_step)
+    preset = presets.moe(choice.slices, choice.axis, config.whole_step, record.is_exact)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
@@ -285,6 +318,12 @@ def _partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     graph.set_phase(joint_gm, graph.Phase.JOINT)
     run(joint_gm, session.preset.joint, session.ctx)
+    if inexact := session.ctx.take(Inexact):
+        raise _NotExact(
+            f"{', '.join(inexact.nodes[:3])} of the backward would add up what several slices "
+            "computed, or lie otherwise in memory than in the program as written "
+            "(numerics='exact')"
+        )
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)
     parts = _joined(session, parts, options["num_fwd_outputs"])

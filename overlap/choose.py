@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torch import fx
 
-from overlap import collectives, forecast
+from overlap import collectives, forecast, islands
+from overlap.certificate import Certificate
 from overlap.config import Config
 from overlap.errors import PassError
 from overlap.forecast import Setting
@@ -70,9 +71,21 @@ def best_slices(predicted_us: Mapping[int, float]) -> int:
     return best if is_gain else 1
 
 
-def choose(gm: fx.GraphModule, config: Config, setting: Setting, is_trained: bool) -> Choice:
-    """The axis and the number of slices for the forward `gm`; what `config` fixes stays fixed."""
+def choose(
+    gm: fx.GraphModule,
+    config: Config,
+    setting: Setting,
+    is_trained: bool,
+    exact: Certificate | None = None,
+) -> Choice:
+    """The axis and the number of slices for the forward `gm`; what `config` fixes stays fixed.
+
+    exact: what plans go by that change no bit; None if they may.
+    """
     axes = tuple(ANALYSES) if config.axis == "auto" else (config.axis,)
+    if exact is not None and config.axis == "auto":
+        # Rows of a batch meet in the experts' sums; slices of experts leave them as they are.
+        axes = ("expert",) if islands.is_routed(gm) else ("batch",)
     if isinstance(config.slices, int) and (config.slices == 1 or len(axes) == 1):
         return Choice(axes[0], config.slices)
     if not collectives.has_collective(gm):
@@ -81,7 +94,7 @@ def choose(gm: fx.GraphModule, config: Config, setting: Setting, is_trained: boo
     predict = functools.partial(
         forecast.step_us, setting=setting, is_trained=is_trained, is_whole_step=config.whole_step
     )
-    found = tuple(_candidates(gm, axes, counts, config.whole_step, predict))
+    found = tuple(_candidates(gm, axes, counts, config.whole_step, exact, predict))
     if not found:  # slicing says why not
         return Choice(axes[0], counts[0])
     unsliced_us = predict(gm, None, 1)
@@ -100,11 +113,12 @@ def _candidates(
     axes: tuple[str, ...],
     counts: tuple[int, ...],
     whole_step: bool,
+    exact: Certificate | None,
     predict: Callable[[fx.GraphModule, Plan, int], float],
 ) -> Iterator[Candidate]:
     for axis in axes:
         try:
-            plan = plan_of(gm, axis, whole_step)
+            plan = plan_of(gm, axis, whole_step, exact=exact)
         except PassError:
             continue
         if plan.sliced_starts:

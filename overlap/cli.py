@@ -180,7 +180,8 @@ class Hardware:
     axis: str = "batch"
     """What slices are cut along: batch, token or expert."""
     probe: bool = False
-    """Probe this machine for exact kernels (not built yet)."""
+    """Measure which kernels of this machine give a row the same bits alone and among others, and
+    keep it as the certificate that numerics='exact' goes by; takes minutes."""
     json: bool = False
     """Print one JSON document and nothing else."""
 
@@ -188,7 +189,8 @@ class Hardware:
         from overlap import hardware
 
         if self.probe:
-            raise ConfigError("--probe is not built yet; use numerics='reassociate'")
+            _probe(out)
+            return
         if self.measure is not None:
             self._measure(self.measure, out)
             return
@@ -312,6 +314,21 @@ def _check_files(*paths: Path | None) -> None:
             raise ConfigError(f"{str(path)!r} lies in a folder that does not exist")
         if path.is_dir():
             raise ConfigError(f"{str(path)!r} is a folder; name a file in it")
+
+
+def _probe(out: Output) -> None:
+    import torch
+
+    from overlap import certificate, probe
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = probe.probe(device)
+    path = certificate.save(found)
+    saved = dataclasses.replace(found, path=str(path))
+    rows = [(name, value or "not set") for name, value in found.environment.items()]
+    rows += [("digest", saved.digest), ("file", str(path))]
+    document = {"path": str(path), "digest": saved.digest, **found.to_json()}
+    out.emit(document, Group(str(saved), Grid(("certificate of", ""), tuple(rows), num_left=2)))
 
 
 def _look(options: _OfTarget, hardware: str) -> Preview:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import fx
 from torch._guards import CompileContext
 
-from overlap import collectives, graph, pricing, printing, simulate
+from overlap import certificate, collectives, graph, pricing, printing, simulate
+from overlap.certificate import Certificate
 from overlap.choose import Choice, best_slices, choose
 from overlap.config import Config
 from overlap.cost import Sizes, Sources
@@ -102,6 +103,7 @@ class Compilation:
     axes: along what the program was cut, in order; regions may have axes of their own.
     choice: what they were chosen from.
     is_whole_step: whether forward and backward are one graph.
+    certificate: what exact numerics goes by.
     base_peak_bytes: peak in program order, before scheduling.
     runs: the passes that ran, with their times.
     """
@@ -121,6 +123,7 @@ class Compilation:
     is_whole_step: bool = False
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
+    certificate: Certificate = certificate.NONE
     base_peak_bytes: int = 0
     compile_s: float = 0.0
     remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
@@ -144,6 +147,10 @@ class Compilation:
         record = cls(config, code, parameters, structure, program)
         _RECORDS.append(record)
         return record
+
+    @property
+    def is_exact(self) -> bool:
+        return self.config.numerics == "exact"
 
     @property
     def is_trained(self) -> bool:
@@ -199,6 +206,8 @@ class Compilation:
             "check_steps": self.config.check_steps,
             "costs": self.table.digest if self.table else "none",
             "whole_step": self.is_whole_step,
+            "numerics": self.config.numerics,
+            "certificate": self.certificate.digest,
         }
         # What runs first meets under one key, so that a rank with a whole step meets one without.
         kind = {"step": "forward", "scale": "backward"}.get(kind, kind)
@@ -257,4 +266,5 @@ def decide(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], 
         return Choice(record.axis, slices)
     assert record.profile is not None
     setting = Setting.of(gm, record.profile, group_size, record.skew)
-    return choose(gm, record.config, setting, record.is_trained)
+    exact = record.certificate if record.is_exact else None
+    return choose(gm, record.config, setting, record.is_trained, exact)

@@ -21,7 +21,6 @@ INNERS = ("auto", "eager", "inductor")
 _CHOICES = {"preset": PRESETS, "axis": AXES, "numerics": NUMERICS, "inner": INNERS}
 _QUANTILE = re.compile(r"p(100|\d{1,2}(\.\d+)?)")
 _NOT_YET = {
-    ("numerics", "exact"): "use numerics='reassociate'",
     ("inner", "inductor"): "use inner='eager'",
     ("preset", "fsdp"): "use preset='moe', which slices and schedules every collective",
 }
@@ -37,8 +36,10 @@ class Config:
     axis: what a slice is cut along: "batch", rows of the inputs, which stay apart through the whole
         program; "token", the tokens of each routed exchange; "expert", each rank's experts; or
         "auto", the fastest forecast.
-    numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better; "exact"
-        is bitwise.
+    numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better, and the
+        report lists them; "exact" slices only what keeps every bit of the loss and of all
+        gradients, and leaves the rest as it is, with the reason. It goes by the certificate that
+        `overlap hardware --probe` makes; with axis "auto" it slices experts where there are any.
     memory_budget: peak while scheduling: bytes (an int), a ratio of the un-scheduled peak (a
         float, at least 1.0), or None for no limit.
     bucket_bytes: size of a bucket of small collectives, or "auto".
@@ -79,6 +80,11 @@ class Config:
                 raise unknown_name("value", str(value), valid, place=f"of option '{field}'")
             if advice := _NOT_YET.get((field, value)):
                 raise ConfigError(f"{field}={value!r} is not built yet; {advice}")
+        if self.whole_step and self.numerics == "exact":
+            raise ConfigError(
+                "whole_step=True multiplies gradients by the tangent last, which rounds otherwise "
+                "than numerics='exact' allows; use one of the two"
+            )
         _check_count("slices", self.slices, minimum=1, or_auto=True)
         _check_count("bucket_bytes", self.bucket_bytes, minimum=1, or_auto=True)
         _check_count("check_steps", self.check_steps, minimum=0)

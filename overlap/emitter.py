@@ -9,6 +9,7 @@ expert that they go to (`overlap.instantiate_experts`).
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.functions import FloorDiv
 
-from overlap import graph
+from overlap import exactness, graph
 from overlap import placement as pl
 from overlap.errors import PassError
 from overlap.graph import Tag
@@ -99,7 +100,8 @@ class Emitter:
         self.sizes = Sizes(self.graph)
         self.whole: dict[fx.Node, Any] = {}
         self.slices: dict[fx.Node, list[Any]] = {}
-        self.joins: dict[tuple[fx.Node, bool], Any] = {}
+        self.joins: dict[tuple[fx.Node, bool, Any], Any] = {}
+        self.reads: collections.Counter[fx.Node] = collections.Counter()
         self.grad = True
         self.current: fx.Node | None = None
 
@@ -156,8 +158,11 @@ class Emitter:
     def copy(
         self, node: fx.Node, args: Any, kwargs: Any, operand: Callable[[fx.Node], Any]
     ) -> fx.Node:
+        self.reads.clear()
+
         def value(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
+                self.reads[arg] += 1
                 return operand(arg)
             return self.sizes.write(arg) if isinstance(arg, sympy.Expr) else arg
 
@@ -198,11 +203,33 @@ class Emitter:
         """The program's value of `node`."""
         if node in self.whole:
             return self.whole[node]
+        use = self.use_of(node)
         for grad in self.grads_that_serve():
-            if (node, grad) in self.joins:
-                return self.joins[node, grad]
-        self.joins[node, self.grad] = self.joined(node)
-        return self.joins[node, self.grad]
+            if (node, grad, use) in self.joins:
+                return self.joins[node, grad, use]
+        self._check_layout(node)
+        self.joins[node, self.grad, use] = self.joined(node)
+        return self.joins[node, self.grad, use]
+
+    def use_of(self, node: fx.Node) -> Any:
+        """What tells the cuts and joins of a value apart that must not be shared.
+
+        Autograd adds up the gradients of a value use by use, the last one first. A cut or join that
+        several uses share would add up theirs before those of the uses between them; for three uses
+        and more that is another order, which exact numerics does not allow.
+        """
+        if not self.plan.is_exact or exactness.num_uses(node) <= 2:
+            return None
+        return self.current, self.reads[node]
+
+    def _check_layout(self, node: fx.Node) -> None:
+        """Kernels may round otherwise by how their operands lie in memory, and a join lies in the
+        order of its dims. Raises PassError where that changes, and bits must not."""
+        if self.plan.is_exact and exactness.holds_reals(node) and not exactness.is_contiguous(node):
+            raise PassError(
+                f"{node.name} has to be joined and lies in another order in memory than its dims "
+                "say, which kernels may round otherwise (numerics='exact'); make it contiguous"
+            )
 
     def grads_that_serve(self) -> tuple[bool, ...]:
         """A cut or join made under no_grad carries no gradient; one that does serves there too."""

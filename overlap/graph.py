@@ -152,9 +152,20 @@ def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    raw = next(reversed(stack.values()))[0]
+    return _plain_path(next(reversed(stack.values()))[0])
+
+
+def state_path(placeholder: fx.Node) -> str:
+    """The parameter or buffer behind an input, as `layers.0.norm.weight`; "" if it is none."""
+    if not is_module_state(placeholder):
+        return ""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return _plain_path(source.name) if source is not None else ""
+
+
+def _plain_path(raw: str) -> str:
     path = re.sub(r"^L\['self'\]\.?|^L\['\w+'\]\.?", "", raw)
-    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"_(?:modules|parameters|buffers)\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     return path.replace("..", ".").strip(".")
 
@@ -170,11 +181,20 @@ def is_module_state(placeholder: fx.Node) -> bool:
 
 
 def copy_source(source: fx.Node, target: fx.Node) -> None:
-    """Carry the Dynamo guard source, a node attribute that copies lose, to another placeholder."""
+    """Carry the Dynamo guard source, a node attribute that copies lose, and what Dynamo knows of
+    the value, to another placeholder."""
     if hasattr(source, "_dynamo_source"):
         target._dynamo_source = source._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
-    if "grapharg" in source.meta:
-        target.meta["grapharg"] = source.meta["grapharg"]
+    for key in ("grapharg", "example_value"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def requires_gradient(placeholder: fx.Node) -> bool:
+    """Whether a gradient is asked for; what a trace records of an input itself does not say."""
+    value = placeholder.meta.get("example_value")
+    value = fake_value(placeholder) if value is None else value
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -348,7 +348,8 @@ class Decision:
     once: emit the node a single time, on joined operands; its result is cut where a slice reads it.
     first_slice: emit the node a single time, on the first slice's operands, whose values it does
         not read (a size that every slice shares, a fill of a whole size).
-    reassociates: the sum that slicing reassociates, for the report; "" for none.
+    reassociates: the sum over rows of all slices that the node is, for the report; "" for none.
+    summed: whole operands whose gradient becomes a sum over slices; found by the prover.
     note: how else the sliced program differs, told to the user; "" for nothing.
     drop: leave the node out of the sliced program.
     groups: of an operator that treats groups of rows apart; a slice of experts passes its own only.
@@ -360,6 +361,7 @@ class Decision:
     once: bool = False
     first_slice: bool = False
     reassociates: str = ""
+    summed: tuple[fx.Node, ...] = ()
     note: str = ""
     drop: bool = False
     groups: Groups | None = None

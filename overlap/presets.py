@@ -40,16 +40,19 @@ def prepare(whole_step: bool) -> tuple[Pass, ...]:
     )
 
 
-def moe(slices: int, axis: str = "batch", whole_step: bool = False) -> Preset:
+def moe(slices: int, axis: str = "batch", whole_step: bool = False, exact: bool = False) -> Preset:
     """Slice, merge what slicing takes apart, hide every collective. For a whole step, slices of the
     batch stay apart through the loss, where their backward begins."""
+    # Slices of experts leave every sum as it is, and so does a program that is not sliced.
+    is_merged = not exact or (slices > 1 and axis != "expert")
+    merge = (MergeWgrad(exact_slices=slices if exact else 0),) if is_merged else ()
     return Preset(
         prepare=prepare(whole_step),
-        forward=(Slice(slices=slices, axis=axis, whole_step=whole_step),),
+        forward=(Slice(slices=slices, axis=axis, whole_step=whole_step, exact=exact),),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish
             Simplify(),
-            MergeWgrad(),
+            *merge,
             Recompute(),  # the partitioner obeys the user's checkpointing
         ),
         inference=(Normalize(), Simplify()),

@@ -204,6 +204,7 @@ class Report:
     choice: what slices and axis were chosen from, None if nothing was sliced.
     costs: the cost table behind them and what of it was used, "" if it is the profile's formulas.
     reassociated: sums over sliced rows that may be added in another order.
+    certificate: what exact numerics went by; "" for other numerics.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
     measured: a step that ran, None if none was given.
     """
@@ -218,6 +219,7 @@ class Report:
     remarks: tuple[Remark, ...]
     compile_s: float
     num_compilations: int
+    certificate: str = ""
     measured: MeasuredStep | None = None
     costs: str = ""
     choice: Choice | None = None
@@ -261,6 +263,7 @@ class Report:
             "remarks": [dataclasses.asdict(remark) for remark in self.remarks],
             "compile_s": self.compile_s,
             "num_compilations": self.num_compilations,
+            "certificate": self.certificate,
         }
 
     def __rich__(self) -> RenderableType:
@@ -391,6 +394,7 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
         remarks=tuple(record.remarks),
         compile_s=record.compile_s,
         num_compilations=num_compilations,
+        certificate=str(record.certificate) if record.is_exact else "",
     )
     return report if measured is None else with_measured(report, measured)
 
@@ -540,6 +544,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
     if line := forecast_line(report):
         yield Text(line)
     yield Text(reassociated_line(report))
+    if report.certificate:
+        yield Text(report.certificate)
     yield Text("\nremarks:" if report.remarks else "\nno remarks")
     for text, count in count_remarks(report).items():
         yield Text(f"  - {text}{f' ({count} times)' if count > 1 else ''}")
@@ -570,10 +576,8 @@ def reassociated_line(report: Report) -> str:
     """What may round otherwise than in the program as written, in words."""
     if report.slices == 1 or report.numerics == "exact":
         return "no sum is added in another order than in the program as written"
-    if not report.reassociated and report.axis == "expert":
-        return "no sum is added in another order: slices of experts leave every sum as it is"
     if not report.reassociated:
-        return "sums over sliced rows may be added in another order, in fp32 or better"
+        return "no sum is added in another order: what is sliced leaves every sum as it is"
     return f"added in another order, in fp32 or better: {', '.join(report.reassociated)}"
 
 

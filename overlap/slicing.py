@@ -29,8 +29,9 @@ import torch
 from torch import fx
 
 import overlap.rules  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
-from overlap import collectives, graph, regions
+from overlap import collectives, exactness, graph, regions
 from overlap import placement as pl
+from overlap.certificate import Certificate
 from overlap.errors import PassError
 from overlap.placement import Base, Decision, Many, Op, Refusal, Split
 from overlap.regions import Scope
@@ -86,6 +87,8 @@ class Plan:
     refused: everything that is not sliced, in program order.
     remarks: the part of it that keeps a collective from being hidden.
     islands: by routing key, what is sliced along experts.
+    is_exact: every value and gradient is to have the bits of the program as written.
+    unit: rows are cut in multiples of it; those that remain are the last slice's.
     """
 
     axis: str
@@ -95,12 +98,19 @@ class Plan:
     refused: tuple[Refused, ...]
     remarks: tuple[Refused, ...]
     islands: Mapping[str, Island] = dataclasses.field(default_factory=dict[str, Island])
+    is_exact: bool = False
+    unit: int = 1
 
     @property
     def reassociated(self) -> tuple[str, ...]:
-        """The sums that slicing reassociates, for the report."""
-        sums = (d.reassociates for d in self.decisions.values() if not d.once)
-        return tuple(text for text in sums if text)
+        """The sums that slicing reassociates, for the report: those of the forward, and gradients
+        by parameter."""
+        sliced = [d for d in self.decisions.values() if not d.once]
+        gradients = exactness.names_of(node for d in sliced for node in d.summed)
+        return (
+            *(d.reassociates for d in sliced if d.reassociates),
+            *(f"gradient of {name}" for name in gradients),
+        )
 
     def is_sliced(self, node: fx.Node) -> bool:
         """Whether the node runs once per slice."""
@@ -108,15 +118,20 @@ class Plan:
         return not decision.once and pl.is_sliced(decision.placement)
 
 
-def analyse(gm: fx.GraphModule, scope: Scope | None = None, trim_end: bool = True) -> Plan:
+def analyse(
+    gm: fx.GraphModule,
+    scope: Scope | None = None,
+    exact: Certificate | None = None,
+    trim_end: bool = True,
+) -> Plan:
     """The plan for slices of the batch that slices the most collectives; of equal ones, along the
-    first input's rows.
+    first input's rows. With a certificate, one that changes no bit.
 
     Raises PassError where there is no batch, or a value that slices need cannot be had.
     """
 
     def attempt(rows: Rows) -> Plan:
-        return trimmed(gm, prove(gm, rows, scope), trim_end)
+        return trimmed(gm, prove(gm, rows, scope, exact), trim_end)
 
     return best_plan(gm, (functools.partial(attempt, rows) for rows in batches(gm)))
 
@@ -169,9 +184,14 @@ def batches(gm: fx.GraphModule) -> list[Rows]:
     return list(found.values())
 
 
-def prove(gm: fx.GraphModule, rows: Rows | None = None, scope: Scope | None = None) -> Plan:
+def prove(
+    gm: fx.GraphModule,
+    rows: Rows | None = None,
+    scope: Scope | None = None,
+    exact: Certificate | None = None,
+) -> Plan:
     """A decision per node in `scope` (everything), for slices of `rows` (those of the first data
-    input).
+    input). With a certificate, whatever is not exact by it is refused like whatever is not proven.
 
     Raises PassError where a value that slices need cannot be had.
     """
@@ -180,7 +200,7 @@ def prove(gm: fx.GraphModule, rows: Rows | None = None, scope: Scope | None = No
         if not found:
             raise PassError("no data input has a dim, so there is no batch to slice")
         rows = found[0]
-    return _Prover(gm, rows, scope).plan()
+    return _Prover(gm, rows, scope, exact).plan()
 
 
 class _Unjoinable(Exception):
@@ -212,10 +232,16 @@ class _Prover:
     proven: nodes that some pass could slice; that they are refused now follows from `forced`.
     decisions, placements, refused: of the pass over the graph that is under way, so far.
     data: whole values that the inputs' data is in.
+    graded: values that carry a gradient.
+    unit: what exact slices are cut in multiples of.
     """
 
-    def __init__(self, gm: fx.GraphModule, rows: Rows, scope: Scope | None) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, rows: Rows, scope: Scope | None, exact: Certificate | None
+    ) -> None:
         self.gm = gm
+        self.exact = exact
+        self.graded = exactness.differentiable(gm.graph)
         self.axis, self.batch, self.scope = rows.axis, rows.size, scope
         self.symbols = _input_symbols(gm)
         self.pinned = pinned_nodes(gm.graph)
@@ -226,6 +252,7 @@ class _Prover:
         self.placements: dict[fx.Node, pl.Placement] = {}
         self.refused: list[Refused] = []
         self.data: set[fx.Node] = set()
+        self.unit = 1
 
     def plan(self) -> Plan:
         while True:
@@ -246,6 +273,8 @@ class _Prover:
             starts,
             refused=(*forced, *self.refused),
             remarks=tuple(_distinct([*self.left.values(), *forced, *barriers])),
+            is_exact=self.exact is not None,
+            unit=self.unit,
         )
 
     def _force(self, problem: _Unjoinable) -> None:
@@ -284,7 +313,7 @@ class _Prover:
                 continue
             op = Op(node, pl.schema_arguments(node), self.placements, self.batch)
             try:
-                decision = self._decide(op)
+                decision = self._exact(op, self._decide(op))
             except _LeftAlone as refusal:
                 decision = _join(op, refusal)
                 self.data.add(node)
@@ -368,6 +397,18 @@ class _Prover:
             raise op.refuse(
                 f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
             ) from error
+        return decision
+
+    def _exact(self, op: Op, decision: Decision) -> Decision:
+        """With the gradients that become sums. Raises Refusal where bits change and must not."""
+        summed = exactness.summed(op, decision, self.graded)
+        decision = dataclasses.replace(decision, summed=summed)
+        if self.exact is not None:
+            problem = exactness.obstacle(op, decision, self.exact, self.graded)
+            if problem is not None:
+                raise problem
+            if not decision.once and pl.is_sliced(decision.placement):
+                self.unit = max(self.unit, exactness.least_rows(op, self.exact, self.graded))
         return decision
 
     def _item(self, op: Op) -> Decision:

@@ -46,7 +46,6 @@ def test_help_names_the_verbs(capsys: pytest.CaptureFixture[str]):
         ["simulate", "models.moe:train_step", "--hardware", "h101"],
         ["hardware", "h101"],
         ["hardware", "--measure"],
-        ["hardware", "--probe"],
     ],
 )
 def test_wrong_use_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]):

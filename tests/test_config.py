@@ -53,7 +53,6 @@ EXPECTED: list[tuple[dict[str, Any], str]] = [
 ]
 
 NOT_YET: list[tuple[dict[str, Any], str]] = [
-    ({"numerics": "exact"}, "numerics='exact' is not built yet; use numerics='reassociate'"),
     ({"inner": "inductor"}, "inner='inductor' is not built yet; use inner='eager'"),
     (
         {"preset": "fsdp"},
@@ -88,7 +87,7 @@ def test_what_is_wrong_is_a_config_error(options: dict[str, Any], expected: str)
         {},
         {"slices": 4, "axis": "batch", "inner": "eager", "preset": "moe", "strict": True},
         {"memory_budget": 1_000_000, "bucket_bytes": 1, "check_steps": 3},
-        {"memory_budget": None, "hardware": "h100"},
+        {"memory_budget": None, "hardware": "h100", "numerics": "exact"},
     ],
 )
 def test_what_is_right_is_taken_as_it_is(options: dict[str, Any] | None):
@@ -99,3 +98,8 @@ def test_what_is_right_is_taken_as_it_is(options: dict[str, Any] | None):
 def test_every_field_is_documented():
     for field in dataclasses.fields(Config):
         assert f"\n    {field.name}: " in (Config.__doc__ or "")
+
+
+def test_a_whole_step_is_not_exact() -> None:
+    with pytest.raises(ConfigError, match="whole_step=True multiplies gradients"):
+        Config(whole_step=True, numerics="exact")

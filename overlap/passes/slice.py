@@ -21,6 +21,7 @@ from collections.abc import Callable
 from torch import fx
 
 from overlap import islands, regions, slicing
+from overlap.certificate import Certificate
 from overlap.errors import PassError
 from overlap.graph import Phase
 from overlap.instantiate import instantiate
@@ -36,12 +37,16 @@ ANALYSES: dict[str, Callable[..., Plan]] = {
 
 
 def plan_of(
-    gm: fx.GraphModule, axis: str, whole_step: bool = False, scope: Scope | None = None
+    gm: fx.GraphModule,
+    axis: str,
+    whole_step: bool = False,
+    scope: Scope | None = None,
+    exact: Certificate | None = None,
 ) -> Plan:
     """What slices along `axis` do. Raises PassError where there is nothing to slice."""
     if axis == "batch" and whole_step:
-        return slicing.analyse(gm, scope, trim_end=False)
-    return ANALYSES[axis](gm, scope)
+        return slicing.analyse(gm, scope, exact, trim_end=False)
+    return ANALYSES[axis](gm, scope, exact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +78,13 @@ class Slice:
 
     whole_step: whether the backward will be in one graph with the forward, so that slices of the
         batch gain by staying apart behind their last collective.
+    exact: slice so that the context's certificate vouches for every bit.
     """
 
     slices: int
     axis: str = "batch"
     whole_step: bool = False
+    exact: bool = False
     name: str = "slice"
     effect: Effect = Effect.REWRITE
     requires: Phase = Phase.FORWARD
@@ -87,10 +94,11 @@ class Slice:
         if self.slices == 1:
             return
         sliced = Sliced()
+        exact = ctx.fact(Certificate) if self.exact else None
         scopes = regions.scopes(list(gm.graph.nodes), self.axis)
         for scope in scopes:
             try:
-                plan = plan_of(gm, scope.axis, self.whole_step, scope)
+                plan = plan_of(gm, scope.axis, self.whole_step, scope, exact)
                 _remark(ctx, plan, scope, is_only=len(scopes) == 1)
                 if plan.sliced_starts:
                     instantiate(gm, plan, self.slices)

@@ -69,7 +69,8 @@ def compare_in(store: dist.Store, rank: int, key: str, decided: Decided) -> None
     if differences := list(_differences(*sides.items())):
         raise DivergenceError(
             f"{' and '.join(sides)} decided differently: {', and '.join(differences)}; give all "
-            "ranks the same options, hardware profile and cost table, and if they have, report it"
+            "ranks the same options, hardware profile, cost table and exactness certificate, and "
+            "if they have them, report it"
         )
 
 

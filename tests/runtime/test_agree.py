@@ -43,8 +43,8 @@ def test_the_error_names_ranks_and_options_and_the_first_start_that_differs() ->
     assert refusal(TWO, four) == (
         "rank 3 and rank 1 decided differently: slices is 2 on rank 3 and 4 on rank 1, and "
         "collective 2 of group 'ep' is all_reduce (all_reduce) on rank 3 and all_to_all_single_1 "
-        "(all_to_all) on rank 1; give all ranks the same options, hardware profile and cost table, "
-        "and if they have, report it"
+        "(all_to_all) on rank 1; give all ranks the same options, hardware profile, cost table and "
+        "exactness certificate, and if they have them, report it"
     )
 
 
