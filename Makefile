@@ -1,7 +1,7 @@
 # Every target sets up its own environment in .venv first; a repeat costs nothing.
 #
 #   make demo     train a small MoE on two local ranks, as written and overlapped
-#   make test     what CI runs: check, then all tests
+#   make test     what CI runs: check, then all tests; those that start ranks one by one
 #   make check    format, lint, types, layers; no test
 #   make format   rewrite the code in its format
 #   make clean    remove .venv and everything that was generated
@@ -20,7 +20,8 @@ demo: $(STAMP)
 	$(BIN)/overlap demo $(ARGS)
 
 test: check
-	$(BIN)/pytest -q $(ARGS)
+	$(BIN)/pytest -q -n 2 -m "not dist" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -q -m dist $(ARGS) || [ $$? -eq 5 ]
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -145,7 +145,8 @@ def test_the_number_of_slices_is_chosen_at_the_skew() -> None:
     def slices(skew: float | str | None) -> int:
         config = Config(costs="t.json", skew=skew)
         record = Compilation(config, None, (), program="abc", profile=CPU, table=table)
-        return compilation.decide_slices(trace(torch.relu, torch.zeros(1)), record, lambda group: 8)
+        gm = trace(torch.relu, torch.zeros(1))
+        return compilation.decide(gm, record, lambda group: 8).slices
 
     assert [slices(skew) for skew in (None, 1.0, "p50", "p100", 3.0)] == [2, 2, 2, 1, 1]
 

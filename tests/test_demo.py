@@ -63,7 +63,7 @@ def test_the_table_says_that_the_link_is_emulated():
     assert "link emulated at 200 Mbit/s" in texts[0]
     assert "the link is emulated" in texts[1]
     rows = {row[0]: row for row in demo_view.grid(result()).rows}
-    assert rows["overlap"][4:6] == ("90 %", "1.50x (1.50-1.50)")
+    assert rows["overlap"][5:7] == ("90 %", "1.50x (1.50-1.50)")
 
 
 def test_page_and_picture():

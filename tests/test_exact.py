@@ -117,7 +117,25 @@ def train_model(rank: int, num_ranks: int, job: Job) -> Outcome:
         return torch.randint(0, 256, (rows + rank * (rows > 1), length), generator=generator)
 
     options = {"slices": job.slices, "axis": job.axis, "numerics": "exact"}
-    return compare_programs(make_model(job), make_batch, len(job.batches), options)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[certificate.FOLDER_VARIABLE] = folder
+        if job.compute == "grouped":  # its activation runs over the rows of several experts
+            certify(
+                {"bfloat16": probe.functions(torch.bfloat16, {"silu": probe.FUNCTIONS["silu"]})}
+            )
+        return compare_programs(make_model(job), make_batch, len(job.batches), options)
+
+
+def certify(
+    functions: dict[str, Any],
+    products: dict[str, Any] | None = None,
+    rows: dict[str, Any] | None = None,
+    max_rows: int = 96,
+) -> None:
+    """Keep a certificate of these kernels, by dtype, for this process."""
+    place = certificate.environment(torch.device("cpu"))
+    made = certificate.Certificate(place, max_rows, products or {}, functions, rows or {})
+    certificate.save(made)
 
 
 @pytest.mark.parametrize(
@@ -168,17 +186,14 @@ def train_exchanged(rank: int, num_ranks: int, has_certificate: bool) -> tuple[O
         os.environ[certificate.FOLDER_VARIABLE] = folder
         if has_certificate:
             extent = probe.Extent(max_size=32, max_rows=96)
-            dtype, device = torch.float32, torch.device("cpu")
+            dtype = torch.float32
             silu = {"silu": probe.FUNCTIONS["silu"]}
             rows = {"rms_norm": tuple(probe.classes_of_rows(probe.rms_norm, dtype, extent))}
-            certificate.save(
-                certificate.Certificate(
-                    certificate.environment(device),
-                    extent.max_rows,
-                    {"float32": dict(probe.products(dtype, extent))},
-                    {"float32": probe.functions(dtype, silu)},
-                    {"float32": rows},
-                )
+            certify(
+                {"float32": probe.functions(dtype, silu)},
+                {"float32": dict(probe.products(dtype, extent))},
+                {"float32": rows},
+                extent.max_rows,
             )
 
         def make_batch(i: int) -> Tensor:
