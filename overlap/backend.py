@@ -1,7 +1,7 @@
 """The torch.compile backend: Dynamo's graph in, a callable out.
 
     Dynamo ─▶ capture ─▶ functionalize, slice ─▶ AOTAutograd ─▶ joint passes ─▶ partition
-           ─▶ schedule, legalize ─▶ run
+           ─▶ schedule, legalize ─▶ runs of compute to Inductor, if asked for ─▶ run
 
 The first, static compile is restarted with the sizes of the data symbolic, so that one program
 serves every batch and its decisions know no local size (docs/adr/0003).
@@ -28,10 +28,11 @@ from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
 from overlap.hardware import Profile
+from overlap.inner.runs import Compiled, Compiler, Inner, eager
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
-from overlap.pipeline import Context, run
+from overlap.pipeline import Context, Remark, run
 from overlap.runtime import agree, detect, groups
 
 _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
@@ -44,23 +45,86 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     returns raises DivergenceError if another rank decided otherwise about the program.
     """
     config = Config.from_options(options)
-    if os.environ.get("OVERLAP_DISABLE") == "1":
-        return as_written(gm, example_inputs)
+    inner = detect.inner(config.inner, _device_of(example_inputs))
+    is_disabled = os.environ.get("OVERLAP_DISABLE") == "1"
+    if inner == "inductor" and not _communicates(gm):
+        if not is_disabled:
+            _record_alone(config, gm, example_inputs)
+        return _inductor().compile_program(gm, example_inputs)
+    if is_disabled:
+        return as_written(gm, example_inputs, _Kernels.of(inner, Context(config, groups.size_of)))
     _restart_with_symbolic_sizes(gm, example_inputs)
     _unify_sizes(gm)
     began = time.perf_counter()
     record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
-    compiled = _compile(gm, example_inputs, record)
+    record.inner = inner
+    ctx = Context(config, groups.size_of, remarks=record.remarks)
+    kernels = _Kernels.of(inner, ctx)
+    compiled = _compile(gm, example_inputs, _Session(record, ctx, kernels))
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
-        reference = as_written(gm, example_inputs)
+        reference = as_written(gm, example_inputs, kernels)
         return Checked(compiled, reference, config.check_steps)
     return compiled
 
 
-def as_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def as_written(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: _Kernels
+) -> Callable[..., Any]:
     """The un-sliced, un-scheduled program through the same kernels: the referee."""
-    return _through_autograd(gm, example_inputs, lambda kind, gm, _: _boxed_callable(gm))
+    return _through_autograd(
+        gm, example_inputs, lambda kind, gm, _: _boxed_callable(kernels.of_graph(kind, gm).gm)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """Who generates the kernels of the graphs of one program."""
+
+    inner: Inner
+    ctx: Context
+
+    @classmethod
+    def of(cls, inner: str, ctx: Context) -> _Kernels:
+        compiles = inner == "inductor"
+        return cls(Compiler(_inductor().compile_run).compile if compiles else eager, ctx)
+
+    def of_graph(self, kind: str, gm: fx.GraphModule) -> Compiled:
+        """What runs; under `strict`, a PassError for a run that Inductor did not compile."""
+        compiled = self.inner(kind, gm)
+        for reason, count in compiled.failures.items():
+            self.ctx.remark(
+                "refused",
+                f"{count} of {count + len(compiled.kernels)} runs of the {kind} stay eager, since "
+                f"Inductor did not compile them: {reason}",
+                advice="see that torch.compile(backend='inductor') works, or set inner='eager'",
+            )
+        return compiled
+
+
+def _inductor() -> Any:
+    """Loaded when it is asked for: that takes a second."""
+    from overlap.inner import inductor
+
+    return inductor
+
+
+def _communicates(gm: fx.GraphModule) -> bool:
+    """Whether a program has a collective, as far as can be told: True where it does not trace."""
+    if collectives.has_collective(gm):
+        return True
+    try:
+        return collectives.has_collective(capture.to_aten(gm).gm)
+    except capture.CaptureError:
+        return True
+
+
+def _record_alone(config: Config, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
+    record.inner = "inductor"
+    record.profile = detect.profile(config.hardware, _device_of(example_inputs))
+    text = "the program has no collective, so there is nothing to hide: Inductor compiles it whole"
+    record.remarks.append(Remark("", "note", text))
 
 
 def set_dynamo_flags() -> None:
@@ -130,7 +194,8 @@ class _Session:
 
     record: Compilation
     ctx: Context
-    preset: presets.Preset
+    kernels: _Kernels
+    preset: presets.Preset = presets.NONE
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
@@ -155,17 +220,16 @@ def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
-    ctx = Context(record.config, groups.size_of, remarks=record.remarks)
+    record, ctx = session.record, session.ctx
     profile = detect.profile(record.config.hardware, _device_of(example_inputs))
     record.profile = profile
     ctx.provide(profile)
-    program, preset = _prepare(gm, ctx, record)
-    session = _Session(record, ctx, preset)
-    if preset is presets.NONE:
+    program, session.preset = _prepare(gm, ctx, record)
+    if session.preset is presets.NONE:
         return _through_autograd(
-            gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm)
+            gm, example_inputs, lambda kind, gm, _: _compared_callable(session, kind, gm)
         )
     return _through_autograd(
         program,
@@ -252,20 +316,24 @@ def _compile_graph(
         session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
     session.final(kind, gm, session.record.base_peak_bytes)
-    return _compared_callable(session.record, kind, gm)
+    return _compared_callable(session, kind, gm)
 
 
-def _compared_callable(record: Compilation, kind: str, gm: fx.GraphModule) -> Callable[..., Any]:
+def _compared_callable(session: _Session, kind: str, gm: fx.GraphModule) -> Callable[..., Any]:
     """The graph as a callable; before its first run the ranks compare what they decided about it.
 
     Not while it is compiled: AOTAutograd puts off a backward whose compiler raises, and a graph
     that one rank compiles and never runs is nothing that others could differ from.
     """
-    run_graph = _boxed_callable(gm)
+    compiled = session.kernels.of_graph(kind, gm)
+    session.record.compiled.append(compiled)
+    run_graph = _boxed_callable(compiled.gm)
     starts = compilation.collectives_of(gm)
     if not starts:
         return run_graph
-    compare_once = functools.cache(functools.partial(record.compare_ranks, kind, starts))
+    compare_once = functools.cache(
+        functools.partial(session.record.compare_ranks, kind, starts, compiled)
+    )
 
     def compared(inputs: list[Any]) -> Any:
         compare_once()

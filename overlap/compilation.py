@@ -16,6 +16,7 @@ from torch._guards import CompileContext
 from overlap import collectives, cost, graph, printing
 from overlap.config import Config
 from overlap.hardware import Profile
+from overlap.inner.runs import Compiled
 from overlap.passes.schedule import Scheduled
 from overlap.pipeline import Remark
 from overlap.runtime import agree
@@ -91,6 +92,8 @@ class Compilation:
 
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
+    inner: who generates the kernels, "eager" or "inductor".
+    compiled: the graphs that run, with what is compiled of them.
     places: per group, how many programs ran collectives of it before this one did.
     slices: how many slices were asked for or chosen.
     base_peak_bytes: peak in program order, before scheduling.
@@ -108,6 +111,8 @@ class Compilation:
     compile_s: float = 0.0
     remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
     graphs: list[CompiledGraph] = dataclasses.field(default_factory=list[CompiledGraph])
+    inner: str = "eager"
+    compiled: list[Compiled] = dataclasses.field(default_factory=list[Compiled])
     places: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @classmethod
@@ -134,15 +139,26 @@ class Compilation:
             CompiledGraph(kind, gm, printing.dump(gm), collectives_of(gm), scheduled)
         )
 
-    def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
+    def compare_ranks(
+        self, kind: str, starts: Sequence[CompiledCollective], compiled: Compiled
+    ) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {"slices": self.slices, "check_steps": self.config.check_steps}
+        options: dict[str, int | str] = {
+            "slices": self.slices,
+            "check_steps": self.config.check_steps,
+            "inner": self.inner,
+        }
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]
+            decided = {key: agree.Decided(group, options, own)}
+            if compiled.kernels:
+                key = f"{key}/kernels/{compiled.structure}"
+                decided[key] = agree.Decided(group, {"kernels": compiled.digest}, [])
             try:
-                agree.compare(key, agree.Decided(group, options, own))
+                for key, value in decided.items():
+                    agree.compare(key, value)
             except dist.DistError as error:  # the job may do well without its store
                 text = f"the ranks did not compare what they decided for group {group!r}: {error}"
                 self.remarks.append(Remark("", "note", text))

@@ -22,7 +22,6 @@ _NOT_YET = {
     ("axis", "token"): "use axis='batch'",
     ("axis", "expert"): "use axis='batch'",
     ("numerics", "exact"): "use numerics='reassociate'",
-    ("inner", "inductor"): "use inner='eager'",
     ("preset", "fsdp"): "use preset='moe', which slices and schedules every collective",
 }
 
@@ -41,7 +40,8 @@ class Config:
         float, at least 1.0), or None for no limit.
     bucket_bytes: size of a bucket of small collectives, or "auto".
     hardware: name of a hardware profile, a path to one, or "auto".
-    inner: who generates the compute kernels; "auto" is "eager".
+    inner: who generates the compute kernels, "eager" or "inductor"; "auto" is eager on the CPU and
+        Inductor on a GPU.
     strict: a refused overlap is an error instead of a remark.
     costs: path of a cost table, or None for the profile's formulas.
     check_steps: how many first steps are compared with the program as written.

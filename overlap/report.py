@@ -192,6 +192,7 @@ class Report:
     slices: asked for, or chosen. profile: name of the hardware profile behind the predictions.
     reassociated: sums over sliced rows that may be added in another order.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
+    kernels: who generated the kernels of each graph, in words.
     measured: a step that ran, None if none was given.
     """
 
@@ -204,6 +205,7 @@ class Report:
     remarks: tuple[Remark, ...]
     compile_s: float
     num_compilations: int
+    kernels: tuple[str, ...] = ()
     measured: MeasuredStep | None = None
 
     @property
@@ -235,6 +237,7 @@ class Report:
             "remarks": [dataclasses.asdict(remark) for remark in self.remarks],
             "compile_s": self.compile_s,
             "num_compilations": self.num_compilations,
+            "kernels": list(self.kernels),
         }
 
     def __rich__(self) -> RenderableType:
@@ -362,8 +365,22 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
         remarks=tuple(record.remarks),
         compile_s=record.compile_s,
         num_compilations=num_compilations,
+        kernels=tuple(_kernel_lines(record)),
     )
     return report if measured is None else with_measured(report, measured)
+
+
+def _kernel_lines(record: Compilation) -> Iterator[str]:
+    if record.inner == "eager":
+        yield "kernels: eager"
+        return
+    if not record.compiled:
+        yield "kernels: Inductor's, for the whole program"
+    for one in record.compiled:
+        yield (
+            f"kernels of the {one.kind}: Inductor's, {len(one.kernels)} runs, {one.num_distinct} "
+            f"of them distinct, for {one.num_nodes} operators; {one.num_eager} operators are eager"
+        )
 
 
 def _graph_report(one: CompiledGraph) -> GraphReport:
@@ -489,6 +506,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield Text()
         yield collective_grid(report)
         yield Text(NOMINAL)
+    for line in report.kernels:
+        yield Text(line)
     yield Text(reassociated_line(report))
     yield Text("\nremarks:" if report.remarks else "\nno remarks")
     for text, count in count_remarks(report).items():

@@ -55,7 +55,6 @@ NOT_YET: list[tuple[dict[str, Any], str]] = [
     ({"axis": "token"}, "axis='token' is not built yet; use axis='batch'"),
     ({"axis": "expert"}, "axis='expert' is not built yet; use axis='batch'"),
     ({"numerics": "exact"}, "numerics='exact' is not built yet; use numerics='reassociate'"),
-    ({"inner": "inductor"}, "inner='inductor' is not built yet; use inner='eager'"),
     (
         {"preset": "fsdp"},
         "preset='fsdp' is not built yet; use preset='moe', which slices and schedules every "

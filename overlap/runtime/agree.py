@@ -42,7 +42,7 @@ class Decided:
     """
 
     group: str
-    options: Mapping[str, int]
+    options: Mapping[str, int | str]
     starts: Sequence[str]
 
 

@@ -1,4 +1,4 @@
-"""Which hardware profile this process runs on, when the user names none."""
+"""What this process runs on, where the user leaves it open: hardware profile and kernels."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def profile(name: str, device: torch.device) -> Profile:
             return hardware.with_link(found, link.process_link().config.bandwidth_mbit)
         return found
     return hardware.load(_gpu_profile(torch.cuda.get_device_name(device)))
+
+
+def inner(name: str, device: torch.device) -> str:
+    """Who generates the kernels, "eager" or "inductor"; "auto" is eager on the CPU."""
+    if name != "auto":
+        return name
+    return "eager" if device.type == "cpu" else "inductor"
 
 
 def _gpu_profile(device_name: str) -> str:
