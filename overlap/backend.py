@@ -279,7 +279,8 @@ def _prepare(
         return gm, presets.NONE
     slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
     record.slices = slices
-    preset = presets.moe(slices)
+    record.axis = "batch" if config.axis == "auto" else config.axis
+    preset = presets.moe(slices, record.axis)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated

@@ -95,7 +95,7 @@ class Compilation:
     inner: who generates the kernels, "eager" or "inductor".
     compiled: the graphs that run, with what is compiled of them.
     places: per group, how many programs ran collectives of it before this one did.
-    slices: how many slices were asked for or chosen.
+    slices, axis: how many slices were asked for or chosen, and along what.
     base_peak_bytes: peak in program order, before scheduling.
     """
 
@@ -105,6 +105,7 @@ class Compilation:
     structure: str = ""
     profile: Profile | None = None
     slices: int = 1
+    axis: str = "batch"
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
     base_peak_bytes: int = 0
@@ -146,8 +147,9 @@ class Compilation:
         ranks. Raises DivergenceError if they decided otherwise."""
         options: dict[str, int | str] = {
             "slices": self.slices,
-            "check_steps": self.config.check_steps,
+            "axis": self.axis,
             "inner": self.inner,
+            "check_steps": self.config.check_steps,
         }
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"

@@ -19,8 +19,6 @@ INNERS = ("auto", "eager", "inductor")
 
 _CHOICES = {"preset": PRESETS, "axis": AXES, "numerics": NUMERICS, "inner": INNERS}
 _NOT_YET = {
-    ("axis", "token"): "use axis='batch'",
-    ("axis", "expert"): "use axis='batch'",
     ("numerics", "exact"): "use numerics='reassociate'",
     ("preset", "fsdp"): "use preset='moe', which slices and schedules every collective",
 }
@@ -33,7 +31,9 @@ class Config:
     preset: which pipeline; "auto" is "moe" for a graph with an all-to-all, "none" leaves the graph
         alone.
     slices: how many slices, or "auto": the cost model picks; 1 schedules without slicing.
-    axis: what a slice is cut along.
+    axis: what a slice is cut along: "batch", rows of the inputs, which stay apart through the whole
+        program; "token", the tokens of each routed exchange; "expert", each rank's experts; or
+        "auto".
     numerics: "reassociate" lets sums over sliced rows be reassociated, in fp32 or better; "exact"
         is bitwise.
     memory_budget: peak while scheduling: bytes (an int), a ratio of the un-scheduled peak (a

@@ -286,6 +286,11 @@ class _FakeRun(fx.Interpreter):
         return value
 
 
+def is_size(node: fx.Node) -> bool:
+    """Whether the node stands for a number that the host knows."""
+    return isinstance(fake_value(node), int | torch.SymInt)
+
+
 def is_common_size(node: fx.Node) -> bool:
     """Whether the node stands for a size that is computed from sizes of the inputs alone."""
     value = fake_value(node)

@@ -313,6 +313,30 @@ def is_joinable(placement: Placement) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows that one entry of a grouped operator's arguments is for.
+
+    length: how many.
+    experts: the local experts that they are routed to.
+    """
+
+    length: Form
+    experts: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """An operator that treats groups of rows apart.
+
+    groups: in order.
+    arguments: those with one entry per group: name to dim.
+    """
+
+    groups: tuple[Group, ...]
+    arguments: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Decision:
     """What a rule says about one node.
 
@@ -326,6 +350,7 @@ class Decision:
     reassociates: the sum that slicing reassociates, for the report; "" for none.
     note: how else the sliced program differs, told to the user; "" for nothing.
     drop: leave the node out of the sliced program.
+    groups: of an operator that treats groups of rows apart; a slice of experts passes its own only.
     """
 
     placement: Placement
@@ -336,6 +361,7 @@ class Decision:
     reassociates: str = ""
     note: str = ""
     drop: bool = False
+    groups: Groups | None = None
 
 
 class Refusal(Exception):

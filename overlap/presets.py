@@ -29,12 +29,12 @@ class Preset:
     final: tuple[Pass, ...]
 
 
-def moe(slices: int) -> Preset:
-    """Slice along the batch, merge what slicing takes apart, hide every collective."""
+def moe(slices: int, axis: str = "batch") -> Preset:
+    """Slice, merge what slicing takes apart, hide every collective."""
     return Preset(
         forward=(
             Functionalize(),  # slices read values, so a value is written once
-            Slice(slices=slices),
+            Slice(slices=slices, axis=axis),
         ),
         joint=(
             Normalize(),  # joins that autograd's splits undo vanish

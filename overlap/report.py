@@ -189,7 +189,8 @@ class Region:
 class Report:
     """What was decided for one compiled program, and what it is worth.
 
-    slices: asked for, or chosen. profile: name of the hardware profile behind the predictions.
+    slices, axis: asked for, or chosen.
+    profile: name of the hardware profile behind the predictions.
     reassociated: sums over sliced rows that may be added in another order.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
     kernels: who generated the kernels of each graph, in words.
@@ -197,6 +198,7 @@ class Report:
     """
 
     slices: int
+    axis: str
     numerics: str
     profile: str
     graphs: tuple[GraphReport, ...]
@@ -226,6 +228,7 @@ class Report:
         """Plain data: everything but the dumps and the timelines."""
         return {
             "slices": self.slices,
+            "axis": self.axis,
             "numerics": self.numerics,
             "profile": self.profile,
             "regions": [dataclasses.asdict(region) for region in self.regions],
@@ -357,6 +360,7 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
     scheduled = [one for one in record.graphs if one.scheduled is not None]
     report = Report(
         slices=record.slices,
+        axis=record.axis,
         numerics=record.config.numerics,
         profile=record.profile.name if record.profile else "",
         graphs=tuple(map(_graph_report, scheduled)),
@@ -489,8 +493,16 @@ def collective_rows(report: Report) -> list[CollectiveRow]:
     ]
 
 
+_AXES = {
+    "batch": "the batch",
+    "token": "the tokens of each exchange",
+    "expert": "the experts of each rank",
+}
+
+
 def headline(report: Report) -> str:
-    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along the batch"
+    along = _AXES[report.axis]
+    slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along {along}"
     return (
         f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "
         f"compiled in {report.compile_s:.1f} s"
@@ -518,6 +530,8 @@ def reassociated_line(report: Report) -> str:
     """What may round otherwise than in the program as written, in words."""
     if report.slices == 1 or report.numerics == "exact":
         return "no sum is added in another order than in the program as written"
+    if not report.reassociated and report.axis == "expert":
+        return "no sum is added in another order: slices of experts leave every sum as it is"
     if not report.reassociated:
         return "sums over sliced rows may be added in another order, in fp32 or better"
     return f"added in another order, in fp32 or better: {', '.join(report.reassociated)}"

@@ -3,7 +3,10 @@
     prove     a decision per node: once per slice, or once on joined values, with the reason
     trimmed   the same, without work before the first and behind the last collective that gains
               nothing from slices
-    analyse   both, along the batch dim that slices the most collectives
+    analyse   both, along the rows that slice the most collectives
+
+Rows are those of the batch, sequences or the tokens of a single one, which stay apart through the
+whole program; or the tokens of each routed exchange (`overlap.islands`).
 
 Joining is always right, so whatever has no proof is computed once. Three things keep a value from
 being joined or cut, and each has its way out: rows in a slice's own order cannot be joined (then
@@ -17,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -31,6 +34,7 @@ from overlap.errors import PassError
 from overlap.placement import Base, Decision, Many, Op, Refusal, Split
 
 aten = torch.ops.aten
+EXCHANGE_KEPT = "the exchange is not sliced"
 _HEAVY = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.einsum)
 
 
@@ -54,22 +58,38 @@ class Refused:
 
 
 @dataclasses.dataclass(frozen=True)
+class Island:
+    """A routed exchange: `dispatch` sends rows to `ranks`, with `experts` on each of them."""
+
+    dispatch: fx.Node
+    ranks: int
+    experts: int
+
+    def experts_of(self, index: int, slices: int) -> range:
+        """The local experts of one of so many slices."""
+        return range(self.experts * index // slices, self.experts * (index + 1) // slices)
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What slicing makes of every node.
 
-    batch_input, batch: the input whose dim 0 is sliced, and its size.
+    axis: what a slice is cut along: "batch", "token" or "expert".
+    batch: how many rows are cut into slices.
     decisions: per node, in program order.
     sliced_starts: names of the collectives that run once per slice.
     refused: everything that is not sliced, in program order.
     remarks: the part of it that keeps a collective from being hidden.
+    islands: by routing key, what is sliced along experts.
     """
 
-    batch_input: fx.Node
+    axis: str
     batch: sympy.Expr
     decisions: dict[fx.Node, Decision]
     sliced_starts: tuple[str, ...]
     refused: tuple[Refused, ...]
     remarks: tuple[Refused, ...]
+    islands: Mapping[str, Island] = dataclasses.field(default_factory=dict[str, Island])
 
     @property
     def reassociated(self) -> tuple[str, ...]:
@@ -84,48 +104,73 @@ class Plan:
 
 
 def analyse(gm: fx.GraphModule) -> Plan:
-    """The plan that slices the most collectives; of equal ones, along the first input's dim 0.
+    """The plan for slices of the batch that slices the most collectives; of equal ones, along the
+    first input's rows.
 
     Raises PassError where there is no batch, or a value that slices need cannot be had.
     """
+    return best_plan(gm, (lambda rows=rows: trimmed(gm, prove(gm, rows)) for rows in batches(gm)))
+
+
+def best_plan(gm: fx.GraphModule, attempts: Iterable[Callable[[], Plan]]) -> Plan:
+    """The plan that slices the most collectives, the first of equal ones.
+
+    Raises PassError if no attempt succeeds.
+    """
     num_starts = sum(map(collectives.is_start, gm.graph.nodes))
     best: Plan | None = None
-    problem: PassError | None = None
-    for batch_input in _batch_inputs(gm):
+    problem = PassError("no data input has a dim, so there is no batch to slice")
+    for number, attempt in enumerate(attempts):
         try:
-            plan = trimmed(gm, prove(gm, batch_input))
+            plan = attempt()
         except PassError as error:
-            problem = problem or error
+            problem = problem if number else error
             continue
         if best is None or len(plan.sliced_starts) > len(best.sliced_starts):
             best = plan
         if len(best.sliced_starts) == num_starts:
             break
     if best is None:
-        raise problem or PassError("no data input has a dim, so there is no batch to slice")
+        raise problem
     return best
 
 
-def _batch_inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    """The data inputs whose dim 0 may be the batch, one per size."""
-    by_size: dict[sympy.Expr, fx.Node] = {}
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """What is cut into slices: `size` rows.
+
+    axis: "batch": rows of the inputs, along dim 0, or along dim 1 of inputs that hold a single
+        sequence. "token": dim 0 of whatever has as many rows, wherever it is made of data.
+    """
+
+    size: sympy.Expr
+    axis: str = "batch"
+
+
+def batches(gm: fx.GraphModule) -> list[Rows]:
+    """The rows of data inputs that may be the batch, one per size: dim 0, or where a single
+    sequence is all there is, its tokens."""
+    found: dict[sympy.Expr, Rows] = {}
     for node in graph.placeholders(gm.graph):
         value = graph.fake_value(node)
         if isinstance(value, torch.Tensor) and value.dim() and not graph.is_module_state(node):
-            by_size.setdefault(pl.expression(value.shape[0]), node)
-    return list(by_size.values())
+            dim = 1 if value.dim() > 1 and value.shape[0] == 1 else 0
+            size = pl.expression(value.shape[dim])
+            found.setdefault(size, Rows(size))
+    return list(found.values())
 
 
-def prove(gm: fx.GraphModule, batch_input: fx.Node | None = None) -> Plan:
-    """A decision per node, for slices of the dim 0 of `batch_input` (the first data input).
+def prove(gm: fx.GraphModule, rows: Rows | None = None) -> Plan:
+    """A decision per node, for slices of `rows` (those of the first data input).
 
     Raises PassError where a value that slices need cannot be had.
     """
-    inputs = _batch_inputs(gm)
-    if not inputs:
-        raise PassError("no data input has a dim, so there is no batch to slice")
-    batch_input = batch_input or inputs[0]
-    return _Prover(gm, batch_input).plan()
+    if rows is None:
+        found = batches(gm)
+        if not found:
+            raise PassError("no data input has a dim, so there is no batch to slice")
+        rows = found[0]
+    return _Prover(gm, rows).plan()
 
 
 class _Unjoinable(Exception):
@@ -144,12 +189,12 @@ class _Prover:
     forced: by routing key, why what it routes is not sliced.
     proven: nodes that some pass could slice; that they are refused now follows from `forced`.
     decisions, placements, refused: of the pass over the graph that is under way, so far.
+    data: whole values that the inputs' data is in.
     """
 
-    def __init__(self, gm: fx.GraphModule, batch_input: fx.Node) -> None:
+    def __init__(self, gm: fx.GraphModule, rows: Rows) -> None:
         self.gm = gm
-        self.batch_input = batch_input
-        self.batch = pl.shape_of(batch_input)[0]
+        self.axis, self.batch = rows.axis, rows.size
         self.symbols = _input_symbols(gm)
         self.pinned = pinned_nodes(gm.graph)
         self.forced: dict[str, Refused] = {}
@@ -157,6 +202,7 @@ class _Prover:
         self.decisions: dict[fx.Node, Decision] = {}
         self.placements: dict[fx.Node, pl.Placement] = {}
         self.refused: list[Refused] = []
+        self.data: set[fx.Node] = set()
 
     def plan(self) -> Plan:
         while True:
@@ -165,12 +211,12 @@ class _Prover:
                 break
             except _Unjoinable as problem:
                 self._force(problem)
-        starts = _sliced_starts(self.gm, self.decisions)
-        reads = _ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
+        starts = sliced_starts(self.gm, self.decisions)
+        reads = ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
         forced = tuple(self.forced.values())
         barriers = (r for r in self.refused if r.node in reads and r.node not in self.proven)
         return Plan(
-            self.batch_input,
+            self.axis,
             self.batch,
             self.decisions,
             starts,
@@ -180,27 +226,27 @@ class _Prover:
 
     def _force(self, problem: _Unjoinable) -> None:
         """Leave the exchanges un-sliced that `problem` depends on, all of them where none is."""
-        found = {key for n in problem.operands for key in _keys(self.placements[n])}
+        found = {key for n in problem.operands for key in routing_keys(self.placements[n])}
         found = found - set(self.forced) or {
-            key for placement in self.placements.values() for key in _keys(placement)
+            key for placement in self.placements.values() for key in routing_keys(placement)
         } - set(self.forced)
         if not found:
             raise PassError(f"{_place_of(problem.node)} cannot be sliced: {problem.refusal.reason}")
         for key in sorted(found):
             cause = self._first_cause(key, problem)
-            self.forced[key] = dataclasses.replace(cause, consequence="the exchange is not sliced")
+            self.forced[key] = dataclasses.replace(cause, consequence=EXCHANGE_KEPT)
 
     def _first_cause(self, key: str, problem: _Unjoinable) -> Refused:
         """The first refusal on the way from the ids to the problem: what the user can change."""
-        before = _ancestors([problem.node])
+        before = ancestors([problem.node])
         for refused in self.refused:
-            reads = {node.name for node in _ancestors([refused.node])}
+            reads = {node.name for node in ancestors([refused.node])}
             if refused.node in before and reads & set(key.split(".")):
                 return refused
         return Refused(problem.node, problem.refusal.reason, "", problem.refusal.advice)
 
     def _decide_all(self) -> None:
-        self.decisions, self.placements, self.refused = {}, {}, []
+        self.decisions, self.placements, self.refused, self.data = {}, {}, [], set()
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 self._check_output(node)
@@ -210,6 +256,7 @@ class _Prover:
                 decision = self._decide(op)
             except Refusal as refusal:
                 decision = _join(op, refusal)
+                self.data.add(node)
                 why = "the slices are joined before it"
                 self.refused.append(Refused(node, refusal.reason, why, refusal.advice))
             else:
@@ -235,7 +282,7 @@ class _Prover:
         if node.op == "placeholder":
             return Decision(self._input_placement(node), once=True)
         if not any(pl.is_sliced(op.place(n)) for n in op.operands):
-            return Decision(_whole(op), once=True)
+            return Decision(self._placement_of_whole(op), once=True)
         _refuse_effects(op)
         if node in self.pinned:
             writer = self.pinned[node]
@@ -272,10 +319,26 @@ class _Prover:
 
     def _input_placement(self, node: fx.Node) -> pl.Placement:
         value = graph.fake_value(node)
-        is_data = isinstance(value, torch.Tensor) and not graph.is_module_state(node)
-        if is_data and value.dim() and pl.same(pl.expression(value.shape[0]), self.batch):
-            return Split(0, Base(sympy.Integer(1)))
+        if not isinstance(value, torch.Tensor) or graph.is_module_state(node):
+            return pl.WHOLE
+        self.data.add(node)
+        leads = [0] if self.axis == "token" or not value.dim() or value.shape[0] != 1 else [0, 1]
+        for dim in leads:
+            if dim < value.dim() and pl.same(pl.expression(value.shape[dim]), self.batch):
+                return Split(dim, Base(sympy.Integer(1)))
         return pl.WHOLE
+
+    def _placement_of_whole(self, op: Op) -> pl.Placement:
+        """Of a node that reads no rows. Along tokens, it may make some: whatever is made of data
+        and has as many rows can be cut into them."""
+        if self.data.isdisjoint(op.operands):
+            return _whole(op)
+        self.data.add(op.node)
+        value = graph.fake_value(op.node)
+        is_rows = isinstance(value, torch.Tensor) and value.dim() > 0
+        if self.axis == "token" and is_rows and pl.same(op.shape[0], self.batch):
+            return Split(0, Base(sympy.Integer(1)))
+        return _whole(op)
 
 
 def _distinct(refused: Iterable[Refused]) -> Iterator[Refused]:
@@ -447,7 +510,7 @@ def _sliced_again(op: Op, value: Any) -> pl.Placement:
 _KEY = re.compile(r"hist:([^:]+)")
 
 
-def _keys(placement: pl.Placement) -> set[str]:
+def routing_keys(placement: pl.Placement) -> set[str]:
     """The routing keys that a placement depends on."""
     match placement:
         case Split(_, pl.Sorted(_, key)) | Split(_, pl.Received(_, _, pl.Sorted(_, key))):
@@ -461,7 +524,7 @@ def _keys(placement: pl.Placement) -> set[str]:
         case pl.Counts(form) | pl.Scalar(form):
             return set(_KEY.findall(form.base))
         case Many(items):
-            return {key for item in items for key in _keys(item)}
+            return {key for item in items for key in routing_keys(item)}
         case _:
             return set()
 
@@ -482,7 +545,7 @@ def _without_forced(placement: pl.Placement, forced: frozenset[str]) -> pl.Place
 # --- the region -----------------------------------------------------------------------------------
 
 
-def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     seen: set[fx.Node] = set()
     stack = list(nodes)
     while stack:
@@ -493,7 +556,7 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def _sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tuple[str, ...]:
+def sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tuple[str, ...]:
     return tuple(
         node.name
         for node in gm.graph.nodes
@@ -506,7 +569,7 @@ def _sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tu
 def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
     """Leave out of the region what gains nothing: lookups of inputs before it; behind its last
     collective whatever is whole already, and products that would enlarge what has to be joined."""
-    before_start = _ancestors(n for n in gm.graph.nodes if collectives.is_start(n))
+    before_start = ancestors(n for n in gm.graph.nodes if collectives.is_start(n))
     result = dict(plan.decisions)
 
     def is_whole(node: fx.Node) -> bool:
@@ -523,7 +586,7 @@ def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
         is_tail = node not in before_start
         if is_lookup or (is_tail and (all_whole or _enlarges(node, sliced))):
             result[node] = Decision(decision.placement, once=True)
-    return dataclasses.replace(plan, decisions=result, sliced_starts=_sliced_starts(gm, result))
+    return dataclasses.replace(plan, decisions=result, sliced_starts=sliced_starts(gm, result))
 
 
 def _enlarges(node: fx.Node, operands: Sequence[fx.Node]) -> bool:

@@ -475,6 +475,9 @@ def _slices_apart(subject: Subject) -> Iterator[tuple[fx.Node | None, str]]:
         if graph.is_call(node, *graph.ASSERTIONS):
             continue  # a condition that slices share is checked once for each
         if own is None and len(read) > 1:
+            # A whole value may be cut by the sizes of all slices.
+            read = {s: arg for s, arg in read.items() if not graph.is_size(arg)}
+        if own is None and len(read) > 1:
             places = " and ".join(f"{arg} of slice {other}" for other, arg in read.items())
             yield node, f"{node} reads {places}, and is no join"
             continue

@@ -355,11 +355,16 @@ WRONG: dict[str, tuple[Steps, str]] = {
 
 
 def compare_on_ranks(
-    rank: int, ranks: int, names: tuple[str, ...], batches: tuple[tuple[int, ...], ...], slices: int
+    rank: int,
+    ranks: int,
+    names: tuple[str, ...],
+    batches: tuple[tuple[int, ...], ...],
+    slices: int,
+    axis: str = "batch",
 ) -> list[tuple[int, int]]:
     """Compare layers, sliced and as written, on batches of a size per rank; per layer how many
-    nodes run once per slice, and how often it was compiled."""
-    from tests.sliced import compare
+    nodes run once per slice, and how often it was compiled. Bitwise along experts."""
+    from tests.sliced import RTOL, compare
 
     torch._dynamo.config.capture_scalar_outputs = True
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
@@ -371,6 +376,7 @@ def compare_on_ranks(
     result = []
     for name in names:
         steps = RIGHT[name] if name in RIGHT else WRONG[name][0]
-        slicer = compare(Layer(steps, ranks, group), inputs, (slices,))
+        rtol = 0.0 if axis == "expert" else RTOL
+        slicer = compare(Layer(steps, ranks, group), inputs, (slices,), rtol=rtol, axis=axis)
         result.append((slicer.num_sliced, slicer.num_compiles))
     return result

@@ -20,8 +20,9 @@ from torch._dynamo.backends.common import aot_autograd
 
 from overlap import capture, graph, slicing
 from overlap import placement as pl
+from overlap.instantiate import instantiate
 from overlap.passes.functionalize import functionalize
-from overlap.passes.slice import instantiate
+from overlap.passes.slice import ANALYSES
 
 RTOL = 2e-5
 """Of the largest element; sums of a few hundred fp32 terms in another order."""
@@ -39,8 +40,8 @@ class Outcome:
 class Slicer:
     """A Dynamo backend that captures once and runs as `pick` slices."""
 
-    def __init__(self, slices: Sequence[int], trim: bool = False) -> None:
-        self.slices, self.trim = slices, trim
+    def __init__(self, slices: Sequence[int], trim: bool = False, axis: str = "batch") -> None:
+        self.slices, self.trim, self.axis = slices, trim, axis
         self.pick = slices[0]
         self.plan: slicing.Plan | None = None
         self.error: str = ""
@@ -55,7 +56,10 @@ class Slicer:
             return plain(gm, inputs)
         functionalize(captured.graph)
         captured.recompile()
-        self.plan = slicing.analyse(captured) if self.trim else slicing.prove(captured)
+        if self.trim or self.axis != "batch":
+            self.plan = ANALYSES[self.axis](captured)
+        else:
+            self.plan = slicing.prove(captured)
         variants: dict[int, Callable[..., Any]] = {}
         for n in self.slices:
             variant = fx.GraphModule(captured, captured.graph)
@@ -173,10 +177,12 @@ def compare(
     dynamic: bool = True,
     rtol: float = RTOL,
     trim: bool = False,
+    axis: str = "batch",
 ) -> Slicer:
-    """Compare every batch for every number of slices; the slicer tells what was proven."""
+    """Compare every batch for every number of slices; the slicer tells what was proven. With an
+    `rtol` of 0, bitwise."""
     torch._dynamo.reset()
-    slicer = Slicer(slices, trim)
+    slicer = Slicer(slices, trim, axis)
     sliced = copy.deepcopy(module)
     compiled = torch.compile(sliced, backend=slicer, fullgraph=True, dynamic=dynamic)
     state = copy.deepcopy(module.state_dict())

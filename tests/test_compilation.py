@@ -66,7 +66,7 @@ def test_every_group_compares_its_own_starts_and_copies_have_places_of_their_own
     for parameter, slices in ((weight, 2), (copy, 4), (weight, 2)):
         compared("ep", parameter, slices)
     assert [key for key, _ in calls[::2]] == [f"{i}/program/forward" for i in (0, 1, 0)]
-    options = {"slices": 2, "check_steps": 0}
+    options = {"slices": 2, "axis": "batch", "check_steps": 0}
     starts = ["a (all_to_all slice 0 in moe)", "b (all_to_all slice 0 in moe)"]
     assert calls[0][1] == agree.Decided("ep", options, starts)
     assert calls[1][1] == agree.Decided("dp", options, starts[:1])

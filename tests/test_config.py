@@ -52,8 +52,6 @@ EXPECTED: list[tuple[dict[str, Any], str]] = [
 ]
 
 NOT_YET: list[tuple[dict[str, Any], str]] = [
-    ({"axis": "token"}, "axis='token' is not built yet; use axis='batch'"),
-    ({"axis": "expert"}, "axis='expert' is not built yet; use axis='batch'"),
     ({"numerics": "exact"}, "numerics='exact' is not built yet; use numerics='reassociate'"),
     (
         {"preset": "fsdp"},

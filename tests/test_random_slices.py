@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from overlap import slicing
-from overlap.passes.slice import instantiate
+from overlap.instantiate import instantiate
 from tests.tracing import trace
 
 B, S, D = 5, 2, 3

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from overlap import placement as pl
 from overlap import slicing
-from overlap.passes.slice import instantiate
+from overlap.instantiate import instantiate
 from tests.rule_cases import NEGATIVE, POSITIVE, B
 from tests.tracing import trace
 

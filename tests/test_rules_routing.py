@@ -12,7 +12,9 @@ from torch import fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlap import capture, collectives, slicing
+from overlap.errors import PassError
 from overlap.passes.functionalize import functionalize
+from overlap.passes.slice import ANALYSES
 from tests import routed
 from tests.dist import run_ranks
 
@@ -28,7 +30,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[int]:
     dist.destroy_process_group()
 
 
-def plan_of(module: nn.Module, *inputs: Any, dynamic: bool = True) -> tuple[slicing.Plan, set[str]]:
+def plan_of(
+    module: nn.Module, *inputs: Any, dynamic: bool = True, axis: str = "batch"
+) -> tuple[slicing.Plan, set[str]]:
     """The plan, and the names of all collectives."""
     found: list[Any] = []
 
@@ -36,7 +40,7 @@ def plan_of(module: nn.Module, *inputs: Any, dynamic: bool = True) -> tuple[slic
         captured = capture.to_aten(gm).gm
         functionalize(captured.graph)
         starts = {node.name for node in captured.graph.nodes if collectives.is_start(node)}
-        found.append((slicing.analyse(captured), starts))
+        found.append((ANALYSES[axis](captured), starts))
         raise Stop
 
     torch._dynamo.reset()
@@ -44,9 +48,11 @@ def plan_of(module: nn.Module, *inputs: Any, dynamic: bool = True) -> tuple[slic
         torch._dynamo.config.patch(
             capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
         ),
-        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Stop"),
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised,
     ):
         torch.compile(module, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    if isinstance(raised.value.inner_exception, PassError):
+        raise raised.value.inner_exception
     return found[0]
 
 
@@ -54,20 +60,24 @@ def layer(steps: routed.Steps, ranks: int) -> routed.Layer:
     return routed.Layer(steps, ranks, dist.group.WORLD.group_name)
 
 
-def check_sliced(module: nn.Module, dynamic: bool) -> None:
-    plan, starts = plan_of(module, torch.randn(4, 6, routed.D), dynamic=dynamic)
+def check_sliced(module: nn.Module, dynamic: bool, axis: str = "batch") -> None:
+    """Every collective is sliced; along experts, all but the exchange of counts."""
+    plan, starts = plan_of(module, torch.randn(4, 6, routed.D), dynamic=dynamic, axis=axis)
     assert not plan.remarks, [r.message for r in plan.remarks]
-    assert set(plan.sliced_starts) == starts
+    whole = starts - set(plan.sliced_starts)
+    assert whole == ({"all_to_all_single"} if axis == "expert" else set())
 
 
+@pytest.mark.parametrize("axis", ANALYSES)
 @pytest.mark.parametrize("name", routed.RIGHT)
-def test_spelling_is_proven(name: str, ranks: int) -> None:
-    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=True)
+def test_spelling_is_proven(name: str, axis: str, ranks: int) -> None:
+    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=True, axis=axis)
 
 
+@pytest.mark.parametrize("axis", ANALYSES)
 @pytest.mark.parametrize("name", ["scatter_add", "eq", "inverse_back", "labels", "grouped"])
-def test_spelling_is_proven_with_literal_sizes(name: str, ranks: int) -> None:
-    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=False)
+def test_spelling_is_proven_with_literal_sizes(name: str, axis: str, ranks: int) -> None:
+    check_sliced(layer(routed.RIGHT[name], ranks), dynamic=False, axis=axis)
 
 
 @pytest.mark.parametrize("name", ["scatter_add", "map", "labels"])
@@ -83,10 +93,26 @@ def test_plan_does_not_depend_on_a_ranks_rows(rows: int, ranks: int) -> None:
     assert not plan.remarks and set(plan.sliced_starts) == starts
 
 
-@pytest.mark.parametrize("name", routed.WRONG)
-def test_wrong_exchange_is_left_whole(name: str, ranks: int) -> None:
+@pytest.mark.parametrize("axis", ["token", "expert"])
+@pytest.mark.parametrize("name", ["even_splits", "position_ids"])
+def test_program_without_an_island_is_refused(name: str, axis: str, ranks: int) -> None:
+    steps, _ = routed.WRONG[name]
+    with pytest.raises(PassError, match="there is no island to slice"):
+        plan_of(layer(steps, ranks), torch.randn(4, 6, routed.D), axis=axis)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        (name, axis)
+        for name in routed.WRONG
+        for axis in ANALYSES
+        if axis == "batch" or name not in ("even_splits", "position_ids")
+    ],
+)
+def test_wrong_exchange_is_left_whole(name: str, axis: str, ranks: int) -> None:
     steps, reason = routed.WRONG[name]
-    plan, _ = plan_of(layer(steps, ranks), torch.randn(4, 6, routed.D))
+    plan, _ = plan_of(layer(steps, ranks), torch.randn(4, 6, routed.D), axis=axis)
     assert plan.sliced_starts == ()
     assert any(reason in remark.message for remark in plan.remarks), plan.remarks
 
@@ -107,6 +133,23 @@ def test_layer_on_two_ranks(
 ) -> None:
     for rank in run_ranks(routed.compare_on_ranks, 2, names, batches, slices):
         assert all(num_sliced for num_sliced, _ in rank)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("axis", "names", "slices"),
+    [
+        ("token", ("scatter_add", "labels", "put_back", "top_8", "capacity"), 3),
+        ("expert", ("scatter_add", "labels", "put_back", "top_8", "grouped", "titan"), 2),
+        ("expert", ("onehot", "mean_of_rows"), 3),
+    ],
+)
+def test_islands_on_two_ranks(axis: str, names: tuple[str, ...], slices: int) -> None:
+    """Along experts bitwise; a rank has rows for some slices, or none at all."""
+    batches = ((5, 4), (1, 9), (0, 4))
+    for rank in run_ranks(routed.compare_on_ranks, 2, names, batches, slices, axis):
+        sliced = [num_sliced > 0 for num_sliced, _ in rank]
+        assert sliced == [name in routed.RIGHT for name in names]
 
 
 @pytest.mark.dist

@@ -12,7 +12,8 @@ from overlap import graph, slicing
 from overlap import placement as pl
 from overlap.config import Config
 from overlap.errors import PassError
-from overlap.passes.slice import Slice, instantiate
+from overlap.instantiate import instantiate
+from overlap.passes.slice import Slice
 from overlap.pipeline import Context
 from overlap.placement import Decision, Op
 from tests.sliced import compare

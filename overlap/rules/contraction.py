@@ -3,6 +3,9 @@ dim of rows or a batch dim; contracting it, or normalising over it, mixes slices
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 import torch
 from torch import fx
 
@@ -141,13 +144,25 @@ def grouped_mm(op: Op) -> Decision:
             ends = list(form.rows)
         case _:
             raise op.refuse("has no rule for these operands", "group received rows by their counts")
-    reached: list[pl.Form] = []
-    for segment in received.segments:
-        reached.append(segment.length if not reached else reached[-1] + segment.length)
-    borders = [reached.index(end) if end in reached else -1 for end in ends]
-    if -1 in borders or borders != sorted(borders) or ends[-1] != reached[-1]:
-        raise op.refuse("cuts received rows inside a run of one expert")
-    return Decision(Split(0, received), reassociates=_weight_gradient(op))
+    groups = pl.Groups(tuple(_groups(op, received, ends)), {"mat2": 0, "offs": 0})
+    return Decision(Split(0, received), reassociates=_weight_gradient(op), groups=groups)
+
+
+def _groups(op: Op, received: pl.Received, ends: Sequence[pl.Form]) -> Iterator[pl.Group]:
+    """The rows up to each end, which have to be whole runs."""
+    segments = list(received.segments)
+    reached = pl.Form(np.zeros_like(ends[0].matrix), ends[0].base)
+    for end in ends:
+        start, experts = reached, set[int]()
+        while segments and reached != end:
+            segment = segments.pop(0)
+            reached = reached + segment.length
+            experts.add(segment.label[1])
+        if reached != end:
+            raise op.refuse("cuts received rows inside a run of one expert")
+        yield pl.Group(pl.Form(end.matrix - start.matrix, end.base), frozenset(experts))
+    if segments:
+        raise op.refuse("leaves received rows out")
 
 
 @pl.register_rule(aten.scaled_dot_product_attention)
