@@ -92,11 +92,12 @@ class _Kernels:
     def of_graph(self, kind: str, gm: fx.GraphModule) -> Compiled:
         """What runs; under `strict`, a PassError for a run that Inductor did not compile."""
         compiled = self.inner(kind, gm)
-        for reason, count in compiled.failures.items():
+        for one in compiled.failures:
             self.ctx.remark(
                 "refused",
-                f"{count} of {count + len(compiled.kernels)} runs of the {kind} stay eager, since "
-                f"Inductor did not compile them: {reason}",
+                f"the {kind}'s run {one.first.name}..{one.last.name} stays eager, since Inductor "
+                f"does not compile it: {one.reason}",
+                node=one.first,
                 advice="see that torch.compile(backend='inductor') works, or set inner='eager'",
             )
         return compiled

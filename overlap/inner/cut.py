@@ -84,7 +84,8 @@ def cut(gm: fx.GraphModule) -> Cut:
     where: dict[fx.Node, _Segment] = {}
     for node in gm.graph.nodes:
         # A part goes with its tuple, so that no run hands out a tuple.
-        segment = where[_tuple_of(node)] if _is_part(node) else segments[-1]
+        is_inside = _is_part(node) and kinds[_tuple_of(node)] is not Kind.FIXED
+        segment = where[_tuple_of(node)] if is_inside else segments[-1]
         where[node] = segment
         segment.add(node, kinds[node])
         if kinds[node] is Kind.FIXED:

@@ -27,6 +27,11 @@ from overlap.inner.runs import Kernels, digest_of
 from overlap.inner.sizes import expression, stride_expression
 from overlap.inner.subject import RunError, Subject
 
+_COMMENT = re.compile(r"(#|//) .*")
+_DEVICE_INDEX = re.compile(
+    r"(cuda:|\bindex=|_DeviceGuard\(|set_device\(|get_raw_stream\(|\bstream)\d+"
+)
+
 
 def compile_program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """The whole program through Inductor, as `torch.compile(backend="inductor")` does it: its own
@@ -46,9 +51,10 @@ def compile_run(subject: Subject) -> Kernels:
         first_line = str(error).strip().partition("\n")[0]
         raise RunError(f"{type(error).__name__}: {first_line}") from error
     source = getattr(function, "source_code", "")
-    kept = tuple(isinstance(value, torch.Tensor) for value in subject.inputs)
-    structure = digest_of([subject.key()])
-    return Kernels(function, bindings, kept, source, structure, digest_of(_code(source)))
+    is_tensor = tuple(isinstance(value, torch.Tensor) for value in subject.inputs)
+    structure = digest_of([same_on_all_ranks(subject.key())])
+    digest = digest_of([same_on_all_ranks(source)])
+    return Kernels(function, bindings, is_tensor, source, structure, digest)
 
 
 def _compile(subject: Subject) -> Callable[[list[Any]], Sequence[Any]]:
@@ -126,6 +132,7 @@ def _check_outputs(gm: fx.GraphModule, subject: Subject, sizes: Sequence[Any]) -
             )
 
 
-def _code(source: str) -> list[str]:
-    """The source without comments, which name files."""
-    return [re.sub(r"(#|//) .*", "", line) for line in source.splitlines()]
+def same_on_all_ranks(source: str) -> str:
+    """Generated code without comments, which name files, and without the index of a device."""
+    lines = [_COMMENT.sub("", line) for line in source.splitlines()]
+    return "\n".join(_DEVICE_INDEX.sub(r"\1", line) for line in lines)

@@ -11,7 +11,6 @@ outside stands. A list of operands of its own lets a run free each of them at it
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import operator
@@ -56,20 +55,29 @@ class Kernels:
 
 
 @dataclasses.dataclass(frozen=True)
+class Failure:
+    """A run that stays eager, from its first node to its last, and why."""
+
+    first: fx.Node
+    last: fx.Node
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """A graph whose runs are compiled.
 
     kind: "forward", "backward" or "inference".
     gm: what runs: fixed and eager nodes, and a call for every run.
     kernels: of each run, in the order of the calls.
-    failures: why runs stayed eager, and how many for that reason.
+    failures: the runs that stayed eager, in order.
     num_nodes: operators in the compiled runs. num_eager: operators on tensors that are in none.
     """
 
     kind: str
     gm: fx.GraphModule
     kernels: tuple[Kernels, ...]
-    failures: Mapping[str, int]
+    failures: tuple[Failure, ...]
     num_nodes: int
     num_eager: int
 
@@ -95,7 +103,7 @@ Inner = Callable[[str, fx.GraphModule], Compiled]
 
 def eager(kind: str, gm: fx.GraphModule) -> Compiled:
     """The graph as it is: its operators are called one by one."""
-    return Compiled(kind, gm, (), {}, 0, sum(map(_computes, gm.graph.nodes)))
+    return Compiled(kind, gm, (), (), 0, sum(map(_computes, gm.graph.nodes)))
 
 
 @dataclasses.dataclass
@@ -116,8 +124,10 @@ class Compiler:
         subjects = [Subject.of(run, numbers) for run, numbers in _known_numbers(plan)]
         found = {subject.run: self._kernels(subject) for subject in subjects}
         made = {run: one for run, one in found.items() if isinstance(one, Kernels)}
-        failures = collections.Counter(
-            str(one) for one in found.values() if isinstance(one, RunError)
+        failures = tuple(
+            Failure(run.nodes[0], run.nodes[-1], str(one))
+            for run, one in found.items()
+            if isinstance(one, RunError)
         )
         num_nodes = sum(map(_computes, (node for run in made for node in run.nodes)))
         num_operators = sum(map(_computes, gm.graph.nodes))

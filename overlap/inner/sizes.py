@@ -48,7 +48,8 @@ class RunSizes:
 
     def form(self, size: Any) -> Any:
         """A size, an int, a SymInt or an expression, in the run's symbols."""
-        return self.forms[expression(size)]
+        found = expression(size)
+        return found if found.is_Integer else self.forms[found]
 
     def terms(self, size: Any) -> list[tuple[int, tuple[int, ...]]]:
         """The same as terms: each a coefficient and the power of every symbol."""

@@ -85,6 +85,14 @@ def test_what_keeps_its_place(function: Callable[..., object], name: str) -> Non
     assert kinds_of(gm)[find(gm, name)] is Kind.FIXED
 
 
+def test_parts_of_what_keeps_its_place_come_after_it() -> None:
+    gm = trace(lambda x: aten.native_dropout(x.sin().cos(), 0.5, True)[0].exp(), torch.ones(4))
+    plan = cut(gm)
+    at = {node.name: i for i, node in enumerate(plan.order)}
+    assert at["sin"] < at["native_dropout"] < at["getitem"] < at["exp"]
+    assert [names(run) for run in plan.runs] == [["sin", "cos"]]
+
+
 def test_complex_numbers_are_eager() -> None:
     gm = trace(lambda x: torch.view_as_real(torch.view_as_complex(x) * 2), torch.randn(4, 2))
     computed = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -186,7 +194,9 @@ def test_a_run_that_does_not_compile_stays_eager() -> None:
 
     gm = trace(lambda x: x.sin().cos(), torch.randn(4))
     compiled = Compiler(fails).compile("inference", gm)
-    assert compiled.failures == {"no compiler": 1}
+    assert [(f.first.name, f.last.name, f.reason) for f in compiled.failures] == [
+        ("sin", "cos", "no compiler")
+    ]
     assert compiled.kernels == () and compiled.num_eager == 2
     x = torch.randn(4)
     assert torch.equal(compiled.gm(x), x.sin().cos())
