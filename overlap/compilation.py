@@ -23,6 +23,7 @@ from overlap.runtime import agree
 from overlap.simulate import Timeline
 
 LOG = logging.getLogger("overlap")
+GENERATED = "the code generated for the processor and its threads"
 
 CANDIDATE_SLICES = (1, 2, 4)
 _SLICE_TAX = 0.03
@@ -154,13 +155,11 @@ class Compilation:
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]
-            decided = {key: agree.Decided(group, options, own)}
-            if compiled.kernels:
-                key = f"{key}/kernels/{compiled.structure}"
-                decided[key] = agree.Decided(group, {"kernels": compiled.digest}, [])
             try:
-                for key, value in decided.items():
-                    agree.compare(key, value)
+                agree.compare(key, agree.Decided(group, options, own))
+                if compiled.kernels:
+                    generated = agree.Decided(group, {GENERATED: compiled.digest}, [])
+                    agree.compare(f"{key}/{compiled.structure}", generated)
             except dist.DistError as error:  # the job may do well without its store
                 text = f"the ranks did not compare what they decided for group {group!r}: {error}"
                 self.remarks.append(Remark("", "note", text))

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from overlap import compilation
 from overlap.compilation import CANDIDATE_SLICES, Compilation, CompiledCollective, Load
 from overlap.config import Config
+from overlap.inner.runs import eager
 from overlap.runtime import agree
 
 
@@ -52,7 +54,8 @@ def compared(group: str, parameter: torch.nn.Parameter, slices: int = 2) -> Comp
     record.code = 0
     record.slices = slices
     starts = [CompiledCollective(name, "all_to_all", group, "moe", 0) for name in ("a", "b")]
-    record.compare_ranks("forward", [*starts, dataclasses.replace(starts[0], group="dp")])
+    starts.append(dataclasses.replace(starts[0], group="dp"))
+    record.compare_ranks("forward", starts, eager("forward", fx.GraphModule({}, fx.Graph())))
     return record
 
 
@@ -66,7 +69,7 @@ def test_every_group_compares_its_own_starts_and_copies_have_places_of_their_own
     for parameter, slices in ((weight, 2), (copy, 4), (weight, 2)):
         compared("ep", parameter, slices)
     assert [key for key, _ in calls[::2]] == [f"{i}/program/forward" for i in (0, 1, 0)]
-    options = {"slices": 2, "axis": "batch", "check_steps": 0}
+    options = {"slices": 2, "axis": "batch", "inner": "eager", "check_steps": 0}
     starts = ["a (all_to_all slice 0 in moe)", "b (all_to_all slice 0 in moe)"]
     assert calls[0][1] == agree.Decided("ep", options, starts)
     assert calls[1][1] == agree.Decided("dp", options, starts[:1])
