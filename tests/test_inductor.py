@@ -1,8 +1,10 @@
-"""`inner="inductor"`: the same values as plain Inductor, in the order of the schedule."""
+"""`inner="inductor"`: the values of the program as written, in the order of the schedule."""
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.distributed import _functional_collectives as funcol
 
 from models.moe import MoEBlock, MoEConfig
-from overlap import collectives, compilation, explain
+from overlap import compilation, explain
 from overlap.compilation import Compilation
-from overlap.inner.cut import cut
-from overlap.inner.runs import kernels_of
+from overlap.errors import PassError
+from overlap.inner import inductor
+from overlap.inner.runs import Kernels, kernels_of
+from overlap.inner.subject import RunError, Subject
 from overlap.runtime import fake
-
-KERNEL = re.compile(r"^\s+(cpp_fused_\w+)\(", re.MULTILINE)
-"""A call of a generated kernel in the code that Inductor generates."""
+from tests.dist import run_ranks
+from tests.inner.compilers import interpreted, leave_out_the_compiler
+from tests.test_backend import Job, make_model, train, worst
 
 
 @pytest.fixture(autouse=True)
@@ -28,65 +33,70 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
+def compiled(module: nn.Module, **options: Any) -> Any:
+    options = {"inner": "inductor", **options}
+    return torch.compile(module, backend="overlap", fullgraph=True, options=options)
+
+
+# --- the order, read back from the code that runs -------------------------------------------------
+
+KERNEL = re.compile(r"^ +(?:cpp_fused_\w+)\(", re.MULTILINE)
+KEEPS_ITS_PLACE = ("_c10d_functional", "_local_scalar_dense")
+
+
+def positions(gm: fx.GraphModule) -> tuple[list[str], dict[str, int]]:
+    """What keeps its place in a scheduled graph, in order; for every node how many of them are
+    before it."""
+    fixed: list[str] = []
+    before: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        before[node.name] = len(fixed)
+        fixed += [node.name] * any(part in str(node.target) for part in KEEPS_ITS_PLACE)
+    return fixed, before
+
+
+def positions_in_code(code: str) -> tuple[list[str], dict[str, int], int]:
+    """The same of the Python that runs, for what its runs give out; and how many runs it calls."""
+    fixed: list[str] = []
+    runs: dict[str, int] = {}
+    before: dict[str, int] = {}
+    for line in code.splitlines():
+        name, _, call = line.strip().partition(" = ")
+        owner = call.partition("[")[0]
+        if any(part in call for part in KEEPS_ITS_PLACE):
+            fixed.append(name)
+        elif "run_" in call and "(" in call:
+            runs[name] = len(fixed)
+        elif owner in runs:
+            before[name] = runs[owner]
+    return fixed, before, len(runs)
+
+
 def make_block() -> nn.Module:
     torch.manual_seed(0)
     return MoEBlock(16, MoEConfig(hidden_dim=8, num_experts=4, top_k=2), dist.group.WORLD)
 
 
-def weighted(y: Tensor, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (y * torch.randn(y.shape, generator=generator)).sum() / y.shape[0]
-
-
-# --- the order, read back from what runs ----------------------------------------------------------
-
-
-def places(gm: fx.GraphModule) -> tuple[list[str], list[int]]:
-    """Starts, waits and host reads of a graph in order; how many of them come before each run."""
-    fixed: list[str] = []
-    runs: list[int] = []
-    for node in gm.graph.nodes:
-        if kernels_of(node):
-            runs.append(len(fixed))
-        elif any(
-            test(node)
-            for test in (collectives.is_start, collectives.is_wait, collectives.is_host_read)
-        ):
-            fixed.append(node.name)
-    return fixed, runs
-
-
-def scheduled_places(gm: fx.GraphModule) -> tuple[list[str], list[int]]:
-    """The same of the scheduled graph, for the runs that it is to be cut into."""
-    fixed, _ = places(gm)
-    first = {run.nodes[0] for run in cut(gm).runs}
-    seen = 0
-    runs: list[int] = []
-    for node in gm.graph.nodes:
-        seen += node.name in fixed
-        runs += [seen] * (node in first)
-    return fixed, sorted(runs)
-
-
-@pytest.mark.timeout(600)
-def test_the_order_survives_and_compute_is_fused() -> None:
+@pytest.mark.parametrize("slices", [1, 2])
+def test_the_order_survives_and_compute_is_fused(
+    slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_out_the_compiler(monkeypatch)
     with fake.world(2):
-        step = torch.compile(
-            make_block(), backend="overlap", options={"slices": 2, "inner": "inductor"}
-        )
-        record = compile_only(step, torch.randn(6, 4, 16))
-        assert [one.kind for one in record.compiled] == ["forward", "backward"]
-        for graph, one in zip(record.graphs, record.compiled, strict=True):
-            assert not one.failures
-            assert places(one.gm) == scheduled_places(graph.gm)
-            called = [kernels for node in one.gm.graph.nodes if (kernels := kernels_of(node))]
-            assert tuple(called) == one.kernels
-            num_fused = sum(len(KERNEL.findall(kernels.source)) for kernels in called)
-            assert 0 < num_fused < one.num_nodes / 2
-            assert one.num_eager < one.num_nodes
-        assert check_calls_follow_the_code(record)
-        text = str(explain(record))
-        assert "kernels of the forward: Inductor's, " in text
+        record = compile_only(compiled(make_block(), slices=slices), torch.randn(6, 4, 16))
+    assert [one.kind for one in record.compiled] == ["forward", "backward"]
+    for graph, one in zip(record.graphs, record.compiled, strict=True):
+        assert not one.failures
+        fixed, before = positions(graph.gm)
+        fixed_in_code, in_code, num_runs = positions_in_code(one.gm.code)
+        assert fixed_in_code == fixed
+        assert in_code == {name: before[name] for name in in_code}
+        called = [kernels for node in one.gm.graph.nodes if (kernels := kernels_of(node))]
+        assert tuple(called) == one.kernels
+        assert num_runs == len(called) > 0
+        num_fused = sum(len(KERNEL.findall(kernels.source)) for kernels in called)
+        assert 0 < num_fused < one.num_nodes / 2
+    assert "kernels of the forward: Inductor's, " in str(explain(record))
 
 
 def compile_only(step: Any, x: Tensor) -> Compilation:
@@ -97,3 +107,188 @@ def compile_only(step: Any, x: Tensor) -> Compilation:
     except Exception as error:
         print(error)
     return compilation.records()[-1]
+
+
+# --- what must not be split wrongly, with an interpreter in the place of Inductor -----------------
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of one rank: its collectives give back what they get."""
+    with fake.world(1):
+        yield
+
+
+def exchange(x: Tensor) -> Tensor:
+    return funcol.all_reduce(x, "sum", dist.group.WORLD)
+
+
+class Body(nn.Module):
+    """`function(module, x)` with a weight and a buffer to use."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.function = function
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def drops(m: Any, x: Tensor) -> Tensor:
+    y = exchange(nn.functional.dropout(m.linear(x).relu(), 0.5).sin())
+    return nn.functional.dropout(y.cos() * x, 0.3).exp()
+
+
+def writes(m: Any, x: Tensor) -> Tensor:
+    before = m.total.sin() * 2
+    m.total += x.detach().sum(0).exp()
+    y = exchange(m.linear(x).tanh() * m.total)
+    m.total.mul_(0.5)
+    return (y + m.total.cos()).square() + before
+
+
+def hands_out_views(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = exchange(m.linear(x).tanh().neg())
+    z = y.sin().cos()
+    return z, z.t(), z.clone(), x.view(-1), y[1:]
+
+
+def casts(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = exchange(m.linear(x).relu() + 1)
+        return (m.linear(y).sigmoid() * 2).float()
+
+
+def reads(m: Any, x: Tensor) -> Tensor:
+    k = (x[0].abs() * 3).sum().long().clamp(1, 2).item()
+    torch._check(k >= 1)
+    y = exchange(m.linear(x).relu() * k)
+    return (y + torch.ones(k, 6).sin().sum(0) / k).exp()
+
+
+@pytest.mark.parametrize("function", [drops, writes, hands_out_views, casts, reads])
+@pytest.mark.usefixtures("alone")
+def test_cut_programs_give_the_bits_of_the_program_as_written(
+    function: Callable[[Any, Tensor], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "compile_run", interpreted)
+    module = Body(function)
+    own = copy.deepcopy(module)
+    # One slice and no passes: what differs, the cuts have made.
+    results = [
+        outcome(step, m) for step, m in ((module, module), (compiled(own, preset="none"), own))
+    ]
+    assert [len(one.kernels) for one in compilation.records()[-1].compiled] > [0]
+    for found, expected in zip(*reversed(results), strict=True):
+        assert torch.equal(found, expected)
+
+
+def outcome(step: Any, module: Any) -> list[Tensor]:
+    """Outputs, gradients and the buffer, of two steps that draw the same random numbers."""
+    kept: list[Tensor] = []
+    for rows in (4, 6):
+        torch.manual_seed(1)
+        x = torch.randn(rows, 6, requires_grad=True)
+        outputs = step(x)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        sum(weighted(y) for y in outputs).backward()
+        kept += [*outputs, x.grad, module.linear.weight.grad.clone(), module.total.clone()]
+    return kept
+
+
+def weighted(y: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (y * torch.randn(y.shape, generator=generator)).sum()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_does_not_compile_is_eager_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(subject: Subject) -> Kernels:
+        raise RunError("no compiler")
+
+    monkeypatch.setattr(inductor, "compile_run", fails)
+    module = Body(lambda m, x: exchange(x.sin().cos()).exp())
+    x = torch.randn(4, 6)
+    assert torch.equal(compiled(module)(x), module(x))
+    texts = [str(remark) for remark in compilation.records()[-1].remarks]
+    (text,) = [text for text in texts if "no compiler" in text]
+    assert "the inference's run sin..cos stays eager, since Inductor does not compile it" in text
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no compiler") as error:
+        compiled(module, strict=True)(x)
+    assert isinstance(error.value, PassError) or "PassError" in str(error.value)
+
+
+def test_a_program_without_a_collective_goes_to_inductor_whole() -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    assert torch.equal(compiled(module)(x), torch.compile(module)(x))
+    record = compilation.records()[-1]
+    assert record.compiled == [] and "Inductor compiles it whole" in str(record.remarks[0])
+    assert "kernels: Inductor's, for the whole program" in str(explain(record))
+
+
+def test_the_generated_code_of_another_device_is_the_same() -> None:
+    def code(i: int) -> str:
+        return f"""
+            # kernel path: /cache/{i}.py
+            with torch.cuda._DeviceGuard({i}):
+                torch.cuda.set_device({i})
+                stream{i} = get_raw_stream({i})
+                kernel.run(arg0_1, buf{4}, 64, stream=stream{i})  # {i}
+                x = torch.empty(8, device='cuda:{i}')
+            'device': DeviceProperties(type='cuda', index={i}, cc=90)"""
+
+    assert inductor.same_on_all_ranks(code(0)) == inductor.same_on_all_ranks(code(11))
+    assert "buf4, 64" in inductor.same_on_all_ranks(code(0))
+
+
+# --- two ranks ------------------------------------------------------------------------------------
+
+
+def compare(rank: int, num_ranks: int) -> list[dict[str, Any]]:
+    """A DeepSeek-V3 layer with 1 and 2 slices, two batch sizes, beside the program as written."""
+    found: list[dict[str, Any]] = []
+    for slices in (1, 2):
+        job = Job(slices, rows=(6, 8) if rank == 0 else (5, 4))
+        model = make_model(job, num_ranks)
+        own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+        losses, gradients = train(compiled(own, slices=slices), own, job, rank)
+        expected, as_written = train(model, model, job, rank)
+        _, reference = train(exact, exact, Job(slices, rows=job.rows[:1]), rank)
+        record = compilation.records()[-1]
+        found.append(
+            {
+                "loss_error": max(
+                    float(abs(a / b - 1)) for a, b in zip(losses, expected, strict=True)
+                ),
+                "error": worst(gradients, reference),
+                "error_as_written": worst(as_written, reference),
+                "digests": [one.digest for one in record.compiled],
+                "num_runs": [len(one.kernels) for one in record.compiled],
+                "num_distinct": [one.num_distinct for one in record.compiled],
+                "failures": [failure.reason for one in record.compiled for failure in one.failures],
+                "num_records": len(compilation.records()),
+            }
+        )
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(900)
+def test_two_ranks_agree_with_each_other_and_with_eager(tmp_path: Path) -> None:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    ranks = run_ranks(compare, 2, timeout_s=800, env=env)
+    for one, other in zip(*ranks, strict=True):
+        assert one["digests"] == other["digests"]  # of other batches
+        for found in (one, other):
+            assert found["loss_error"] < 1e-5
+            assert found["error"] <= 2 * found["error_as_written"] + 1e-7
+            assert found["failures"] == []
+            assert min(found["num_runs"]) > 0
+    # Two programs, of 1 and of 2 slices: the second batch compiled nothing.
+    assert [found["num_records"] for found in ranks[0]] == [1, 2]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from overlap import collectives
-from overlap.inner import runs
 from overlap.inner.cut import Kind, Run, cut, kinds_of
 from overlap.inner.runs import Compiler, Kernels
 from overlap.inner.subject import RunError, Subject
+from tests.inner.compilers import interpreted
 from tests.schedule_cases import trace
 from tests.tracing import all_to_all, find, wait
 
@@ -100,18 +100,6 @@ def test_complex_numbers_are_eager() -> None:
 
 
 # --- splicing, with an interpreter in the place of a compiler -------------------------------------
-
-
-def interpreted(subject: Subject) -> Kernels:
-    body = fx.Interpreter(subject.body())
-
-    def function(operands: list[object]) -> object:
-        values = list(operands)
-        operands.clear()
-        return body.run(*values)
-
-    is_tensor = tuple(isinstance(value, Tensor) for value in subject.inputs)
-    return Kernels(function, (), is_tensor, "", runs.digest_of([subject.key()]), "")
 
 
 def random_graph(seed: int) -> Callable[..., Tensor]:
