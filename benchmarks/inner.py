@@ -1,10 +1,10 @@
 """Who generates the kernels: training steps of one process, the same weights and batch in turn.
 
-    python -m benchmarks.inner [--model llama|deepseek_v3|all] [--config debug] [--repeats 20] [--json]
+    python -m benchmarks.inner [--model llama] [--config debug] [--repeats 20] [--json]
 
 Nothing is on a wire, so that only compute counts:
 
-    llama         no collective in the program: `inner="inductor"` is to be as fast as Inductor alone
+    llama         without a collective: `inner="inductor"` is to be as fast as Inductor alone
     deepseek_v3   its all-to-alls in a group of one rank: what the cuts at communication cost
 
 Variants: as written; `torch.compile(backend="inductor")`; the backend with one slice and eager
