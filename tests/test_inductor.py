@@ -144,8 +144,8 @@ def drops(m: Any, x: Tensor) -> Tensor:
 
 def writes(m: Any, x: Tensor) -> Tensor:
     before = m.total.sin() * 2
-    m.total += x.detach().sum(0).exp()
-    y = exchange(m.linear(x).tanh() * m.total)
+    m.total += x.detach().sum(0).sigmoid()
+    y = exchange(m.linear(x).tanh() * m.total.sigmoid())
     m.total.mul_(0.5)
     return (y + m.total.cos()).square() + before
 
@@ -171,19 +171,19 @@ def reads(m: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [drops, writes, hands_out_views, casts, reads])
 @pytest.mark.usefixtures("alone")
-def test_cut_programs_give_the_bits_of_the_program_as_written(
+def test_cut_programs_give_the_bits_of_whole_ones(
     function: Callable[[Any, Tensor], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inductor, "compile_run", interpreted)
-    module = Body(function)
-    own = copy.deepcopy(module)
-    # One slice and no passes: what differs, the cuts have made.
-    results = [
-        outcome(step, m) for step, m in ((module, module), (compiled(own, preset="none"), own))
-    ]
-    assert [len(one.kernels) for one in compilation.records()[-1].compiled] > [0]
-    for found, expected in zip(*reversed(results), strict=True):
-        assert torch.equal(found, expected)
+    written, eager, cut = (Body(function) for _ in range(3))
+    expected = outcome(written, written)
+    # No passes: what differs, the cuts have made.
+    whole = outcome(compiled(eager, preset="none", inner="eager"), eager)
+    found = outcome(compiled(cut, preset="none"), cut)
+    assert all(one.kernels for one in compilation.records()[-1].compiled)
+    for value, same, close in zip(found, whole, expected, strict=True):
+        assert torch.equal(value, same)
+        torch.testing.assert_close(value, close, rtol=2e-2, atol=2e-2)
 
 
 def outcome(step: Any, module: Any) -> list[Tensor]:
