@@ -3,6 +3,8 @@
     Dynamo ─▶ capture ─▶ functionalize, slice ─▶ AOTAutograd ─▶ joint passes ─▶ partition
            ─▶ schedule, legalize ─▶ runs of compute to Inductor, if asked for ─▶ run
 
+With `whole_step`, the two graphs of the partition are joined before they are scheduled.
+
 The first, static compile is restarted with the sizes of the data symbolic, so that one program
 serves every batch and its decisions know no local size (docs/adr/0003).
 """
@@ -23,10 +25,22 @@ from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from overlap import capture, collectives, compilation, cost, graph, presets, simulate
+from overlap import (
+    capture,
+    collectives,
+    compilation,
+    cost,
+    cost_table,
+    graph,
+    presets,
+    pricing,
+    simulate,
+    whole_step,
+)
 from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
+from overlap.cost_table import CostTable
 from overlap.hardware import Profile
 from overlap.inner.runs import Compiled, Compiler, Inner, eager
 from overlap.passes.recompute import Policies
@@ -34,6 +48,9 @@ from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
 from overlap.pipeline import Context, Remark, run
 from overlap.runtime import agree, detect, groups
+
+Runner = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Makes a callable of a graph in its final order: takes its inputs as one list and empties it."""
 
 _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
 
@@ -44,7 +61,16 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     Raises ConfigError for wrong options, PassError for a refused overlap under `strict`. What it
     returns raises DivergenceError if another rank decided otherwise about the program.
     """
-    config = Config.from_options(options)
+    return compile_with(Config.from_options(options), boxed_callable, gm, example_inputs)
+
+
+def compile_with(
+    config: Config,
+    runner: Runner,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+) -> Callable[..., Any]:
+    """What the backend does under `config`; `runner` makes a callable of each graph that runs."""
     inner = detect.inner(config.inner, _device_of(example_inputs))
     is_disabled = os.environ.get("OVERLAP_DISABLE") == "1"
     if inner == "inductor" and not _communicates(gm):
@@ -56,11 +82,12 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
     _restart_with_symbolic_sizes(gm, example_inputs)
     _unify_sizes(gm)
     began = time.perf_counter()
-    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
+    names = agree.structure_of(gm), agree.program_of(gm)
+    record = Compilation.begin(config, example_inputs, *names)
     record.inner = inner
-    ctx = Context(config, groups.size_of, remarks=record.remarks)
+    ctx = Context(config, groups.size_of, remarks=record.remarks, runs=record.runs)
     kernels = _Kernels.of(inner, ctx)
-    compiled = _compile(gm, example_inputs, _Session(record, ctx, kernels))
+    compiled = _compile(gm, example_inputs, _Session(record, ctx, kernels, runner))
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
         reference = as_written(gm, example_inputs, kernels)
@@ -73,7 +100,7 @@ def as_written(
 ) -> Callable[..., Any]:
     """The un-sliced, un-scheduled program through the same kernels: the referee."""
     return _through_autograd(
-        gm, example_inputs, lambda kind, gm, _: _boxed_callable(kernels.of_graph(kind, gm).gm)
+        gm, example_inputs, lambda kind, gm, _: boxed_callable(kernels.of_graph(kind, gm).gm)
     )
 
 
@@ -191,23 +218,32 @@ def _may_become_symbolic(value: torch.Tensor, dim: int, size: int | torch.SymInt
 
 @dataclasses.dataclass
 class _Session:
-    """One compilation: what its passes share, from the forward to the backward graph."""
+    """One compilation: what its passes share, from the forward to the backward graph.
+
+    captured: the forward as it was sliced, None where it could not be captured.
+    """
 
     record: Compilation
     ctx: Context
     kernels: _Kernels
+    runner: Runner
     preset: presets.Preset = presets.NONE
+    captured: fx.GraphModule | None = None
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
-        self.ctx.provide(cost.nominal_sizes(gm, self.ctx.fact(Profile).nominal_size))
+        profile, table = self.ctx.fact(Profile), self.ctx.fact_or_none(CostTable)
+        self.ctx.provide(pricing.sizes_of(gm, profile, table, self.record.skew))
+        self.record.local_sizes = cost.local_sizes(gm, profile.nominal_size)
 
     def final(self, kind: str, gm: fx.GraphModule, cap_base_bytes: int) -> None:
         """Run the final passes over a graph that will run, and record what was decided."""
         config = self.record.config
-        self.ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
-        run(gm, self.preset.final, self.ctx)
-        self.record.add_graph(kind, gm, self.ctx.take(Scheduled))
+        # That a scaling of gradients hides nothing is nothing to remark.
+        ctx = dataclasses.replace(self.ctx, remarks=[]) if kind == "scale" else self.ctx
+        ctx.provide(MemoryCap(_cap_bytes(config.memory_budget, cap_base_bytes)))
+        run(gm, self.preset.final, ctx)
+        self.record.add_graph(kind, gm, ctx.take(Scheduled), ctx.group_size)
 
 
 def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
@@ -224,10 +260,14 @@ def _compile(
     gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
     record, ctx = session.record, session.ctx
-    profile = detect.profile(record.config.hardware, _device_of(example_inputs))
+    device = _device_of(example_inputs)
+    profile = detect.profile(record.config.hardware, device)
     record.profile = profile
     ctx.provide(profile)
+    if record.config.costs is not None:
+        record.table = cost_table.load(record.config.costs)
     program, session.preset = _prepare(gm, ctx, record)
+    session.captured = program if program is not gm else None
     if session.preset is presets.NONE:
         return _through_autograd(
             gm, example_inputs, lambda kind, gm, _: _compared_callable(session, kind, gm)
@@ -272,20 +312,38 @@ def _prepare(
         captured = capture.to_aten(gm)
     except capture.CaptureError as error:
         ctx.provide(Policies({}))
+        _use_table(gm, ctx, record)
         ctx.remark("refused", f"nothing is sliced: {error}")
         return gm, presets.moe(slices=1)
     ctx.provide(Policies(captured.policies))
     if not collectives.has_collective(captured.gm):
         ctx.remark("note", "the program has no collective, so there is nothing to hide")
         return gm, presets.NONE
-    slices = compilation.decide_slices(captured.gm, record, ctx.group_size)
-    record.slices = slices
-    record.axis = "batch" if config.axis == "auto" else config.axis
-    preset = presets.moe(slices, record.axis)
+    _use_table(captured.gm, ctx, record)
+    run(captured.gm, presets.prepare(config.whole_step and config.slices != 1), ctx)
+    choice = compilation.decide(captured.gm, record, ctx.group_size)
+    record.choice, record.slices, record.axis = choice, choice.slices, choice.axis
+    if choice.reason:
+        ctx.remark("note", choice.reason, advice="slices=2 slices it all the same")
+    preset = presets.moe(choice.slices, choice.axis, config.whole_step)
     run(captured.gm, preset.forward, ctx)
     if sliced := ctx.fact_or_none(Sliced):
         record.sliced_starts, record.reassociated = sliced.starts, sliced.reassociated
+        record.axes = sliced.axes
     return captured.gm, preset
+
+
+def _use_table(gm: fx.GraphModule, ctx: Context, record: Compilation) -> None:
+    """Price by the cost table, if there is one. Raises ConfigError if it is for something else."""
+    if record.table is None:
+        return
+    assert record.config.costs is not None
+    axis = record.config.axis
+    record.axis = record.table.axis if axis == "auto" else axis
+    inputs = [graph.fake_value(node) for node in graph.placeholders(gm.graph)]
+    here = detect.known_place(_device_of(inputs))
+    record.table.check(record.config.costs, here, record.program, record.axis)
+    ctx.provide(record.table)
 
 
 def _partition(
@@ -295,10 +353,44 @@ def _partition(
     run(joint_gm, session.preset.joint, session.ctx)
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)
+    parts = _joined(session, parts, options["num_fwd_outputs"])
     for part in parts:
         graph.set_phase(part, graph.Phase.NORMALIZED)
     session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
     return parts
+
+
+def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> whole_step.Parts:
+    """The parts as one step and its scaling, where that is asked for and may be."""
+    record, ctx = session.record, session.ctx
+    try:
+        if session.captured is None:
+            raise whole_step.Refused(
+                "what does not trace may have a backward that is not linear",
+                "see the remark before",
+            )
+        whole_step.check_operators(session.captured)
+        whole_step.check_parts(parts, num_outputs)
+    except whole_step.Refused as refused:
+        if record.config.whole_step:
+            text = f"forward and backward stay two graphs: {refused.reason}"
+            ctx.remark("refused", text, advice=refused.advice)
+        return parts
+    if not record.config.whole_step:
+        ctx.remark("note", "one graph for forward and backward, whole_step=True, may hide more")
+        return parts
+    record.is_whole_step = True
+    step, scale = whole_step.join(parts, num_outputs, ctx.group_size)
+    if meeting := whole_step.meeting(step):
+        ctx.remark(
+            "skipped",
+            "waits for all slices, so none begins its backward while others are in their forward",
+            meeting,
+            "sum up a loss per row, in fp32"
+            if record.axis == "batch"
+            else f"axis='batch' keeps slices apart where axis={record.axis!r} joins them",
+        )
+    return step, scale
 
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:
@@ -317,6 +409,8 @@ def _compile_graph(
         run(gm, session.preset.inference, session.ctx)
         session.bind_sizes(gm)
         session.record.base_peak_bytes = _program_order_peak(session, gm)
+    if session.record.is_whole_step:
+        kind = {"forward": "step", "backward": "scale"}.get(kind, kind)
     session.final(kind, gm, session.record.base_peak_bytes)
     return _compared_callable(session, kind, gm)
 
@@ -329,7 +423,7 @@ def _compared_callable(session: _Session, kind: str, gm: fx.GraphModule) -> Call
     """
     compiled = session.kernels.of_graph(kind, gm)
     session.record.compiled.append(compiled)
-    run_graph = _boxed_callable(compiled.gm)
+    run_graph = session.runner(compiled.gm)
     starts = compilation.collectives_of(gm)
     if not starts:
         return run_graph
@@ -341,18 +435,18 @@ def _compared_callable(session: _Session, kind: str, gm: fx.GraphModule) -> Call
         compare_once()
         return run_graph(inputs)
 
-    return _boxed(compared)
+    return boxed(compared)
 
 
-def _boxed_callable(gm: fx.GraphModule) -> Callable[..., Any]:
+def boxed_callable(gm: fx.GraphModule) -> Callable[..., Any]:
     """The nodes in their order, as Python that frees inputs and values at their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
-    _boxed(gm.forward.__func__)  # pyright: ignore[reportFunctionMemberAccess]
+    boxed(gm.forward.__func__)  # pyright: ignore[reportFunctionMemberAccess]
     return gm.forward
 
 
-def _boxed(function: Any) -> Any:
+def boxed(function: Any) -> Any:
     """Mark a function that takes its inputs as one list, which it may empty."""
     function._boxed_call = True
     return function

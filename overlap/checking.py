@@ -60,6 +60,10 @@ class _BothWays(torch.autograd.Function):
         _compare("output", outputs, expected)
         ctx.own, ctx.copies, ctx.outputs, ctx.expected = own, copies, outputs, expected
         results = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
+        pairs = zip(results, outputs, strict=True)
+        ctx.mark_non_differentiable(
+            *(r for r, o in pairs if isinstance(o, torch.Tensor) and not o.requires_grad)
+        )
         return tuple(results)
 
     @staticmethod

@@ -149,7 +149,7 @@ class Emitter:
         return [self.emit_slice(node, decision, i) for i in range(self.num_slices)]
 
     def emit_slice(self, node: fx.Node, decision: Decision, index: int) -> Any:
-        args, kwargs = _with_replaced(node, decision)
+        args, kwargs = graph.arguments_with(node, decision.replace)
         operand = functools.partial(self.operand, index=index, decision=decision)
         return self.tagged(self.copy(node, args, kwargs, operand), index)
 
@@ -212,28 +212,13 @@ class Emitter:
         """The program's value of a node of which slices have parts."""
         raise NotImplementedError
 
-    def derived(self, target: Any, *args: Any) -> fx.Node:
-        new = self.graph.call_function(target, args)
+    def derived(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
         if self.current is not None:
             graph.copy_facts(self.current, new)
+            graph.set_tag(new, Tag())  # the program may have been sliced along another axis before
         return new
 
 
 def _args(expr: sympy.Expr) -> tuple[Any, ...]:
     return expr.args
-
-
-def _with_replaced(node: fx.Node, decision: Decision) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with those that the decision rewrites, each where the call has it."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    if not decision.replace:
-        return tuple(args), kwargs
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    for name, value in decision.replace.items():
-        at = names.index(name)
-        if at < len(args):
-            args[at] = value
-        else:
-            kwargs[name] = value
-    return tuple(args), kwargs

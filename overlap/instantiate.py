@@ -76,24 +76,22 @@ class RowEmitter(Emitter):
 
     def _pack_counts(self, start: fx.Node) -> fx.Node:
         """One exchange of the counts of all slices: every rank's block of each, side by side."""
-        arguments = pl.schema_arguments(start)
-        ranks = len(arguments["input_split_sizes"])
+        ranks = len(collectives.splits_of(start)[1])
         blocks = [
             self.derived(aten.view.default, counts, [ranks, -1])
-            for counts in self.slices[arguments["input"]]
+            for counts in self.slices[collectives.rows_of(start)]
         ]
         packed = self.derived(aten.cat.default, blocks, 1)
         ones = [1] * ranks
-        new = self.derived(start.target, packed, ones, ones, arguments["group_name"])
+        args, kwargs = collectives.with_parts(start, packed, ones, ones)
+        new = self.derived(start.target, *args, **kwargs)
         self.packed[start] = new
         return new
 
     def _unpack_counts(self, wait: fx.Node, start: fx.Node) -> list[fx.Node]:
         received = self.derived(wait.target, self.packed[start])
         shape = [int(size) for size in pl.shape_of(wait)]
-        width = int(pl.product(pl.shape_of(wait))) // len(
-            pl.schema_arguments(start)["input_split_sizes"]
-        )
+        width = int(pl.product(pl.shape_of(wait))) // len(collectives.splits_of(start)[1])
         pieces: list[fx.Node] = []
         for i in range(self.num_slices):
             block = self.derived(aten.slice.Tensor, received, 1, i * width, (i + 1) * width)

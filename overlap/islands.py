@@ -24,35 +24,41 @@ from torch import fx
 
 from overlap import collectives, graph, slicing
 from overlap import placement as pl
+from overlap.collectives import Kind
 from overlap.errors import PassError
 from overlap.placement import Counts, Decision, Split
+from overlap.regions import Scope
 from overlap.slicing import Island, Plan, Refused, Rows
 
 
-def analyse_tokens(gm: fx.GraphModule) -> Plan:
-    """The plan for slices of the tokens of every island.
+def analyse_tokens(gm: fx.GraphModule, scope: Scope | None = None) -> Plan:
+    """The plan for slices of the tokens of every island in `scope` (all of them).
 
     Raises PassError where no exchange is routed, or a value that slices need cannot be had.
     """
-    return _only_islands(gm, _prove(gm))
+    return _only_islands(gm, _prove(gm, scope))
 
 
-def analyse_experts(gm: fx.GraphModule) -> Plan:
-    """The plan for slices of the local experts of every island.
+def analyse_experts(gm: fx.GraphModule, scope: Scope | None = None) -> Plan:
+    """The plan for slices of the local experts of every island in `scope` (all of them).
 
     Raises PassError where no exchange is routed, or a value that slices need cannot be had.
     """
-    return _by_experts(gm, _prove(gm))
+    return _by_experts(gm, _prove(gm, scope))
 
 
-def _prove(gm: fx.GraphModule) -> Plan:
+def _prove(gm: fx.GraphModule, scope: Scope | None) -> Plan:
     """The proof along tokens: of the counts that there may be, the one that proves most."""
-    exchanges = [node for node in gm.graph.nodes if _has_counted_splits(node)]
+    exchanges = [
+        node
+        for node in gm.graph.nodes
+        if _has_counted_splits(node) and (scope is None or scope.has(node))
+    ]
     if not exchanges:
         raise PassError("no all-to-all is split by counts, so there is no island to slice")
     best: Plan | None = None
     for rows in _token_counts(gm, exchanges):
-        plan = slicing.prove(gm, rows)
+        plan = slicing.prove(gm, rows, scope)
         if best is None or _proven(plan) > _proven(best):
             best = plan
         if {node.name for node in exchanges} <= {*best.sliced_starts}:
@@ -95,9 +101,10 @@ def _reads_numbers(node: fx.Node) -> bool:
 
 
 def _has_counted_splits(node: fx.Node) -> bool:
-    if not graph.is_call(node, torch.ops._c10d_functional.all_to_all_single):
+    """Whether a node starts an all-to-all that is split by numbers of the data."""
+    if not collectives.is_start(node) or collectives.kind_of(node) is not Kind.ALL_TO_ALL:
         return False
-    return any(isinstance(n, fx.Node) for n in pl.schema_arguments(node)["input_split_sizes"])
+    return any(isinstance(n, fx.Node) for n in collectives.splits_of(node)[1])
 
 
 def _remarks(plan: Plan, exchanges: Sequence[fx.Node]) -> Iterator[Refused]:
@@ -117,7 +124,8 @@ def _remarks(plan: Plan, exchanges: Sequence[fx.Node]) -> Iterator[Refused]:
         if node not in seen and not is_seed:
             seen[node] = None
             stack.extend(node.all_input_nodes)
-    return (r for r in plan.remarks if r.node in seen or r.consequence == slicing.EXCHANGE_KEPT)
+    is_kept = slicing.EXCHANGE_KEPT
+    return (r for r in plan.remarks if r.node in seen or r.is_asked or r.consequence == is_kept)
 
 
 # --- tokens ---------------------------------------------------------------------------------------

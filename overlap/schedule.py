@@ -22,7 +22,7 @@ LOWEST_MEMORY = "lowest memory"
 
 _MIN_GAIN = 1e-4  # relative: less is not worth moving a node
 _PATIENCE = 0.6
-_SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
+SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
 _MIN_ATTEMPTS, _MAX_ATTEMPTS = 4, 200
 _NUM_FIXED_RULES = 8
 _SHORT = 0.1  # of the longest collective's time: a collective below it prepares another
@@ -46,8 +46,15 @@ class Schedule:
     reasons: tuple[str, ...] = ()
 
 
-def schedule(program: Program, machine: Machine, memory_cap_bytes: int | None = None) -> Schedule:
+def schedule(
+    program: Program,
+    machine: Machine,
+    memory_cap_bytes: int | None = None,
+    search_steps: int = SEARCH_STEPS,
+) -> Schedule:
     """The best order found for `program` whose peak memory is at most `memory_cap_bytes`.
+
+    search_steps: the effort, in rules tried times nodes; a few rules are tried whatever it is.
 
     If no order that fits is found: the one of the lowest peak known, with the reason. Depends on
     the arguments alone: every process finds the same order.
@@ -64,7 +71,7 @@ def schedule(program: Program, machine: Machine, memory_cap_bytes: int | None = 
             f"known is {peak_bytes}, at {program.names[peak_at]}: raise memory_budget"
         )
     else:
-        _improve(best, memory_cap_bytes)
+        _improve(best, memory_cap_bytes, search_steps)
         reason = _why_not(best)
     after = before if best.order == written else simulate.simulate(program, best.order, machine)
     return Schedule(best.order, before, after, best.method, (reason,) if reason else ())
@@ -105,7 +112,8 @@ def lower_bound_us(program: Program, machine: Machine) -> float:
         for tasks in lanes.values()
     ]
     num_launched = len(program) - program.kinds.count(TaskKind.FREE)
-    launches_us = num_launched * machine.launch_us + program.total_us(TaskKind.HOST_READ)
+    launches_us = num_launched * machine.launch_us + sum(program.issue_us)
+    launches_us += program.total_us(TaskKind.HOST_READ)
     if not machine.is_stream:
         launches_us += program.total_us(TaskKind.COMPUTE)
     return max([launches_us, *loads_us, *tails])
@@ -202,14 +210,14 @@ class _Best:
             self.order, self.method, self._us = order, method, us
 
 
-def _improve(best: _Best, memory_cap_bytes: int | None) -> None:
+def _improve(best: _Best, memory_cap_bytes: int | None, search_steps: int) -> None:
     """Try rules until the best order meets the lower bound or the effort is spent."""
     program = best.program
     if TaskKind.START not in program.kinds:
         return
     shape = Shape(program)
     references = [best.order]
-    num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, _SEARCH_STEPS // len(program)))
+    num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, search_steps // len(program)))
     for i, rule in enumerate(itertools.islice(_rules(program), num_attempts)):
         if best.is_optimal:
             return

@@ -13,7 +13,7 @@ EXPECTED: list[tuple[dict[str, Any], str]] = [
         {"slice": 2},
         "no option 'slice' for backend 'overlap'; did you mean 'slices'? the options are: artifact, "
         "axis, bucket_bytes, check_steps, costs, hardware, inner, memory_budget, numerics, preset, "
-        "slices, strict",
+        "skew, slices, strict, whole_step",
     ),
     (
         {"preset": "meo"},
@@ -38,6 +38,7 @@ EXPECTED: list[tuple[dict[str, Any], str]] = [
     ({"bucket_bytes": -1}, "option 'bucket_bytes' expects an int >= 1 or 'auto', found -1"),
     ({"check_steps": "auto"}, "option 'check_steps' expects an int >= 0, found 'auto'"),
     ({"strict": 1}, "option 'strict' expects a bool, found 1"),
+    ({"whole_step": 1}, "option 'whole_step' expects a bool, found 1"),
     ({"hardware": None}, "option 'hardware' expects a profile name or a path, found None"),
     (
         {"memory_budget": 0.5},
@@ -58,7 +59,16 @@ NOT_YET: list[tuple[dict[str, Any], str]] = [
         "preset='fsdp' is not built yet; use preset='moe', which slices and schedules every "
         "collective",
     ),
-    ({"costs": "table.json"}, "costs= is not built yet; leave it at None"),
+    ({"costs": 3}, "option 'costs' expects a path or None, found 3"),
+    ({"skew": 0.9}, "option 'skew' expects a number >= 1, a quantile as 'p90' or None, found 0.9"),
+    (
+        {"skew": "p101", "costs": "t.json"},
+        "option 'skew' expects a number >= 1, a quantile as 'p90' or None, found 'p101'",
+    ),
+    (
+        {"skew": "p90"},
+        "skew='p90' is a quantile of what a cost table saw; give costs= too, or a number",
+    ),
     ({"artifact": "step.overlap"}, "artifact= is not built yet; leave it at None"),
 ]
 

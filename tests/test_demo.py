@@ -28,8 +28,8 @@ def variant(step_ms: float, exposed_ms: float, losses: list[float]) -> VariantRu
     """A variant all of whose steps take as long, 100 ms of them on the link."""
     record = Record("all_to_all", "0", 5e6, 0.0, 0.0, 0.1, 0.1 - exposed_ms / 1e3, 0.1)
     measured = report.measured_step(Recording([record]), 0.0, forward=0.1, optimizer=step_ms / 1e3)
-    figures = demo.StepFigures(step_ms, 100.0, exposed_ms, 1 - exposed_ms / 100)
-    return VariantRun([figures] * 2 * BLOCK_STEPS, losses, 9.0, 10**8, 2.5, measured)
+    figures = demo.StepFigures(step_ms, step_ms - 20, 100.0, exposed_ms, 1 - exposed_ms / 100)
+    return VariantRun([figures] * 2 * BLOCK_STEPS, losses, 9.0, 10**8, 2.5, measured, 171.0)
 
 
 def result(num_ranks: int = 2) -> demo.DemoResult:

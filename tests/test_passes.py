@@ -200,10 +200,10 @@ def test_schedule_puts_one_slices_product_under_the_others_exchange() -> None:
 ,    all_to_all_single: f32[256,256] = all_to_all(mm, [128, 128], [128, 128]) group=ep
 |    getitem_1: f32[256,256] = split[1]
 |    mm_2: f32[256,256] = aten.mm(getitem_1, w_1)
-'    wait_tensor: f32[256,256] = wait(all_to_all_single)
-,    all_to_all_single_1: f32[256,256] = all_to_all(mm_2, [128, 128], [128, 128]) group=ep
-|    mm_1: f32[256,256] = aten.mm(wait_tensor, w_1)
-'    wait_tensor_1: f32[256,256] = wait(all_to_all_single_1)
+|,   all_to_all_single_1: f32[256,256] = all_to_all(mm_2, [128, 128], [128, 128]) group=ep
+'|   wait_tensor: f32[256,256] = wait(all_to_all_single)
+ |   mm_1: f32[256,256] = aten.mm(wait_tensor, w_1)
+ '   wait_tensor_1: f32[256,256] = wait(all_to_all_single_1)
      mm_3: f32[256,256] = aten.mm(wait_tensor_1, w_1)
      cat: f32[512,256] = aten.cat([mm_1, mm_3])
      return cat""",

@@ -131,7 +131,7 @@ def test_wrong_exchange_is_left_whole(name: str, axis: str, ranks: int) -> None:
 def test_layer_on_two_ranks(
     names: tuple[str, ...], batches: tuple[tuple[int, ...], ...], slices: int
 ) -> None:
-    for rank in run_ranks(routed.compare_on_ranks, 2, names, batches, slices):
+    for rank in run_ranks(routed.compare_on_ranks, 2, names, batches, slices, timeout_s=240):
         assert all(num_sliced for num_sliced, _ in rank)
 
 
@@ -147,7 +147,7 @@ def test_layer_on_two_ranks(
 def test_islands_on_two_ranks(axis: str, names: tuple[str, ...], slices: int) -> None:
     """Along experts bitwise; a rank has rows for some slices, or none at all."""
     batches = ((5, 4), (1, 9), (0, 4))
-    for rank in run_ranks(routed.compare_on_ranks, 2, names, batches, slices, axis):
+    for rank in run_ranks(routed.compare_on_ranks, 2, names, batches, slices, axis, timeout_s=240):
         sliced = [num_sliced > 0 for num_sliced, _ in rank]
         assert sliced == [name in routed.RIGHT for name in names]
 

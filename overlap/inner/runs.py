@@ -67,7 +67,7 @@ class Failure:
 class Compiled:
     """A graph whose runs are compiled.
 
-    kind: "forward", "backward" or "inference".
+    kind: "forward", "backward", "inference", "step" or "scale".
     gm: what runs: fixed and eager nodes, and a call for every run.
     kernels: of each run, in the order of the calls.
     failures: the runs that stayed eager, in order.

@@ -43,8 +43,8 @@ def test_the_error_names_ranks_and_options_and_the_first_start_that_differs() ->
     assert refusal(TWO, four) == (
         "rank 3 and rank 1 decided differently: slices is 2 on rank 3 and 4 on rank 1, and "
         "collective 2 of group 'ep' is all_reduce (all_reduce) on rank 3 and all_to_all_single_1 "
-        "(all_to_all) on rank 1; give all ranks the same options and the same hardware profile, "
-        "and if they have them, report it"
+        "(all_to_all) on rank 1; give all ranks the same options, hardware profile and cost table, "
+        "and if they have, report it"
     )
 
 
@@ -123,6 +123,19 @@ def structure(module: nn.Module, batch: int, dynamic: bool = False) -> str:
 def test_a_program_is_the_same_for_every_batch() -> None:
     assert len({structure(Net(), batch) for batch in (1, 2, 8)}) == 1
     assert structure(Net(), 5, dynamic=True) == structure(Net(), 1)
+
+
+def test_the_program_of_a_cost_table_has_the_shapes_of_its_parameters() -> None:
+    found: list[str] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(agree.program_of(gm))
+        return gm.forward
+
+    for width, batch in ((6, 4), (6, 8), (7, 4)):
+        torch._dynamo.reset()
+        torch.compile(nn.Linear(width, 6), backend=backend)(torch.randn(batch, width))
+    assert found[0] == found[1] != found[2]
 
 
 def test_another_operator_or_another_gradient_is_another_program() -> None:
