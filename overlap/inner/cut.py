@@ -28,6 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from overlap import collectives, graph, verify
 
@@ -206,12 +207,21 @@ def _is_fusible(node: fx.Node) -> bool:
         return False
     if graph.binds_sizes(node) or graph.is_call(node, torch.ops.aten.as_strided):
         return False
+    if graph.is_call(node, torch.ops.aten.slice) and _depends_on_data(node):
+        return False
     results = list(graph.tensors_of(graph.fake_value(node)))
     sources = [graph.fake_value(source) for source in node.all_input_nodes]
     is_known = all(isinstance(s, torch.Tensor | torch.SymInt | int | list | tuple) for s in sources)
     tensors = results + list(graph.tensors_of(sources))
     is_one_device = len({tensor.device for tensor in tensors}) == 1
     return bool(results) and is_known and is_one_device and all(map(_is_plain, tensors))
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    """Whether a number that a call is given depends on data. A run of its own does not know how
+    such numbers compare, and so not how many rows lie between two of them."""
+    numbers = [graph.fake_value(source) for source in node.all_input_nodes]
+    return any(isinstance(n, torch.SymInt) and free_unbacked_symbols(n) for n in numbers)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
