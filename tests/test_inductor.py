@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import operator
 import re
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from overlap.inner.subject import RunError, Subject
 from overlap.runtime import fake
 from tests.dist import run_ranks
 from tests.inner.compilers import interpreted, leave_out_the_compiler
-from tests.test_backend import Job, make_model, train, worst
+from tests.test_whole_step_ranks import BlockLoss, gradients, rows, worst
 
 
 @pytest.fixture(autouse=True)
@@ -192,9 +193,9 @@ def test_cut_programs_give_the_bits_of_whole_ones(
 def outcome(step: Any, module: Any) -> list[Tensor]:
     """Outputs, gradients and the buffer, of two steps that draw the same random numbers."""
     kept: list[Tensor] = []
-    for rows in (4, 6):
+    for num_rows in (4, 6):
         torch.manual_seed(1)
-        x = torch.randn(rows, 6, requires_grad=True)
+        x = torch.randn(num_rows, 6, requires_grad=True)
         outputs = step(x)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         sum(weighted(y) for y in outputs).backward()
@@ -253,32 +254,52 @@ def test_the_generated_code_of_another_device_is_the_same() -> None:
 # --- two ranks ------------------------------------------------------------------------------------
 
 
-def compare(rank: int, num_ranks: int) -> list[dict[str, Any]]:
-    """A DeepSeek-V3 layer with 1 and 2 slices, two batch sizes, beside the program as written."""
-    found: list[dict[str, Any]] = []
-    for slices in (1, 2):
-        job = Job(slices, rows=(6, 8) if rank == 0 else (5, 4))
-        model = make_model(job, num_ranks)
-        own, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-        losses, gradients = train(compiled(own, slices=slices), own, job, rank)
-        expected, as_written = train(model, model, job, rank)
-        _, reference = train(exact, exact, Job(slices, rows=job.rows[:1]), rank)
-        record = compilation.records()[-1]
-        found.append(
-            {
-                "loss_error": max(
-                    float(abs(a / b - 1)) for a, b in zip(losses, expected, strict=True)
-                ),
-                "error": worst(gradients, reference),
-                "error_as_written": worst(as_written, reference),
-                "digests": [one.digest for one in record.compiled],
-                "num_runs": [len(one.kernels) for one in record.compiled],
-                "num_distinct": [one.num_distinct for one in record.compiled],
-                "failures": [failure.reason for one in record.compiled for failure in one.failures],
-                "num_records": len(compilation.records()),
-            }
-        )
-    return found
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One program on one rank. losses: (loss, as written) of every batch. error: of the summed
+    gradients against fp64, and that of the program as written. digests, num_runs: of each graph."""
+
+    kinds: list[str]
+    losses: list[tuple[float, float]]
+    error: float
+    error_as_written: float
+    digests: list[str]
+    num_runs: list[int]
+    failures: list[str]
+    num_records: int
+
+
+def compare(rank: int, num_ranks: int) -> list[Outcome]:
+    """An MoE block in two slices, as two graphs and as one, beside the block as written. Kernels of
+    the first are kept for the second; the batches of the ranks differ."""
+    return [compare_one(rank, whole_step) for whole_step in (False, True)]
+
+
+def compare_one(rank: int, whole_step: bool) -> Outcome:
+    torch._dynamo.reset()
+    num_known = len(compilation.records())
+    written = BlockLoss()
+    own, exact = copy.deepcopy(written), copy.deepcopy(written).double()
+    step = compiled(own, slices=2, whole_step=whole_step)
+    losses: list[tuple[float, float]] = []
+    for size in (6 - rank, 4 + 3 * rank):
+        x_BSD, weight_BSD = rows(size, size)
+        pair = step(x_BSD, weight_BSD), written(x_BSD, weight_BSD)
+        for loss in (*pair, exact(x_BSD.double(), weight_BSD.double())):
+            loss.backward()
+        losses.append((pair[0].item(), pair[1].item()))
+    found, as_written, expected = map(gradients, (own, written, exact))
+    record = compilation.records()[-1]
+    return Outcome(
+        [one.kind for one in record.compiled],
+        losses,
+        worst(found, expected),
+        worst(as_written, expected),
+        [one.digest for one in record.compiled],
+        [len(one.kernels) for one in record.compiled],
+        [failure.reason for one in record.compiled for failure in one.failures],
+        len(compilation.records()) - num_known,
+    )
 
 
 @pytest.mark.dist
@@ -286,12 +307,14 @@ def compare(rank: int, num_ranks: int) -> list[dict[str, Any]]:
 def test_two_ranks_agree_with_each_other_and_with_eager(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     ranks = run_ranks(compare, 2, timeout_s=800, env=env)
-    for one, other in zip(*ranks, strict=True):
-        assert one["digests"] == other["digests"]  # of other batches
+    kinds = ["forward", "backward"], ["step", "scale"]
+    for one, other, expected in zip(*ranks, kinds, strict=True):
+        assert one.digests == other.digests  # of other batches
         for found in (one, other):
-            assert found["loss_error"] < 1e-5
-            assert found["error"] <= 2 * found["error_as_written"] + 1e-7
-            assert found["failures"] == []
-            assert min(found["num_runs"]) > 0
-    # Two programs, of 1 and of 2 slices: the second batch compiled nothing.
-    assert [found["num_records"] for found in ranks[0]] == [1, 2]
+            assert found.kinds == expected
+            for loss, as_written in found.losses:
+                assert loss == pytest.approx(as_written, rel=1e-5)
+            assert found.error <= 2 * found.error_as_written + 1e-7
+            assert found.failures == []
+            assert found.num_runs[0] > 0
+            assert found.num_records == 1  # the second batch compiled nothing
