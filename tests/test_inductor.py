@@ -19,6 +19,7 @@ from torch.distributed import _functional_collectives as funcol
 from models.moe import MoEBlock, MoEConfig
 from overlap import compilation, explain
 from overlap.compilation import Compilation
+from overlap.cost_table import Step
 from overlap.errors import PassError
 from overlap.inner import inductor
 from overlap.inner.runs import Kernels, kernels_of
@@ -26,6 +27,7 @@ from overlap.inner.subject import RunError, Subject
 from overlap.runtime import fake
 from tests.dist import run_ranks
 from tests.inner.compilers import interpreted, leave_out_the_compiler
+from tests.test_cost_table import TABLE
 from tests.test_whole_step_ranks import BlockLoss, gradients, rows, worst
 
 
@@ -224,6 +226,29 @@ def test_a_run_that_does_not_compile_is_eager_and_named(monkeypatch: pytest.Monk
     with pytest.raises(Exception, match="no compiler") as error:
         compiled(module, strict=True, slices=1)(x)
     assert isinstance(error.value, PassError) or "PassError" in str(error.value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_cost_table_prices_the_operators_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inductor, "compile_run", interpreted)
+    module = Body(lambda m, x: exchange(m.linear(x).sin().cos()).exp().square())
+    x = torch.randn(4, 6)
+    compiled(module, slices=1)(x)
+    program = compilation.records()[-1].program
+    table = dataclasses.replace(
+        TABLE,
+        place=dataclasses.replace(TABLE.place, torch=torch.__version__, ranks=1),
+        programs={program: {1: Step(200.0, 210.0)}},
+    )
+    table.save(tmp_path / "costs.json")
+    torch._dynamo.reset()
+    step = compiled(module, slices=1, costs=str(tmp_path / "costs.json"))
+    torch.testing.assert_close(step(x), module(x))
+    record = compilation.records()[-1]
+    assert sum(len(one.kernels) for one in record.compiled) > 0
+    assert "costs: cost table" in str(explain(record))
 
 
 def test_a_program_without_a_collective_goes_to_inductor_whole() -> None:
