@@ -229,6 +229,26 @@ def test_a_run_that_does_not_compile_is_eager_and_named(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("least", "is_eager"), [(None, True), (0, False)])
+def test_a_number_that_may_be_negative_is_in_no_run(
+    least: int | None, is_eager: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads_one(m: Any, x: Tensor) -> Tensor:
+        k = x.sum().long().item()
+        if least is not None:
+            torch._check(k >= least)
+        return exchange((x.sin().exp() * k).cos().sin())
+
+    monkeypatch.setattr(inductor, "compile_run", interpreted)
+    module = Body(reads_one)
+    x = torch.full((4, 6), 0.5)
+    assert torch.equal(compiled(module, slices=1)(x), module(x))
+    (one,) = compilation.records()[-1].compiled
+    called = [node.target for node in one.gm.graph.nodes]
+    assert (torch.ops.aten.mul.Tensor in called) == is_eager
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_cost_table_prices_the_operators_of_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

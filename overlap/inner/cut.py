@@ -25,6 +25,7 @@ import dataclasses
 import enum
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -211,10 +212,17 @@ def _is_fusible(node: fx.Node) -> bool:
         return False
     results = list(graph.tensors_of(graph.fake_value(node)))
     sources = [graph.fake_value(source) for source in node.all_input_nodes]
-    is_known = all(isinstance(s, torch.Tensor | torch.SymInt | int | list | tuple) for s in sources)
+    is_known = all(isinstance(s, torch.Tensor | int | list | tuple) or _is_size(s) for s in sources)
     tensors = results + list(graph.tensors_of(sources))
     is_one_device = len({tensor.device for tensor in tensors}) == 1
     return bool(results) and is_known and is_one_device and all(map(_is_plain, tensors))
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a number can only be what a run takes its numbers for: 0 or more."""
+    if not isinstance(value, torch.SymInt):
+        return False
+    return bool(value.node.shape_env.bound_sympy(value.node.expr).lower >= 0)
 
 
 def _depends_on_data(node: fx.Node) -> bool:
