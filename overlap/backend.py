@@ -1,7 +1,7 @@
 """The torch.compile backend: Dynamo's graph in, a callable out.
 
     Dynamo ─▶ capture ─▶ functionalize, slice ─▶ AOTAutograd ─▶ joint passes ─▶ partition
-           ─▶ schedule, legalize ─▶ run
+           ─▶ schedule, legalize ─▶ runs of compute to Inductor, if asked for ─▶ run
 
 With `whole_step`, the two graphs of the partition are joined before they are scheduled.
 
@@ -45,11 +45,12 @@ from overlap.config import Config
 from overlap.cost_table import CostTable
 from overlap.errors import PassError
 from overlap.hardware import Profile
+from overlap.inner.runs import Compiled, Compiler, Inner, eager
 from overlap.passes.merge_wgrad import Inexact
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
-from overlap.pipeline import Context, run
+from overlap.pipeline import Context, Remark, run
 from overlap.runtime import agree, detect, groups
 
 Runner = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -74,24 +75,89 @@ def compile_with(
     example_inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     """What the backend does under `config`; `runner` makes a callable of each graph that runs."""
-    if os.environ.get("OVERLAP_DISABLE") == "1":
-        return as_written(gm, example_inputs)
+    is_exact = config.numerics == "exact"
+    inner = "eager" if is_exact else detect.inner(config.inner, _device_of(example_inputs))
+    is_disabled = os.environ.get("OVERLAP_DISABLE") == "1"
+    if inner == "inductor" and not _communicates(gm):
+        if not is_disabled:
+            _record_alone(config, gm, example_inputs)
+        return _inductor().compile_program(gm, example_inputs)
+    if is_disabled:
+        return as_written(gm, example_inputs, _Kernels.of(inner, Context(config, groups.size_of)))
     _restart_with_symbolic_sizes(gm, example_inputs)
     _unify_sizes(gm)
     began = time.perf_counter()
     names = agree.structure_of(gm), agree.program_of(gm)
     record = Compilation.begin(config, example_inputs, *names)
-    compiled = _compile(gm, example_inputs, record, runner)
+    record.inner = inner
+    ctx = Context(config, groups.size_of, remarks=record.remarks, runs=record.runs)
+    kernels = _Kernels.of(inner, ctx)
+    compiled = _compile(gm, example_inputs, _Session(record, ctx, kernels, runner))
     record.compile_s = time.perf_counter() - began
     if config.check_steps:
-        reference = as_written(gm, example_inputs)
+        reference = as_written(gm, example_inputs, kernels)
         return Checked(compiled, reference, config.check_steps, record.is_exact)
     return compiled
 
 
-def as_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+def as_written(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: _Kernels
+) -> Callable[..., Any]:
     """The un-sliced, un-scheduled program through the same kernels: the referee."""
-    return _through_autograd(gm, example_inputs, lambda kind, gm, _: boxed_callable(gm))
+    return _through_autograd(
+        gm, example_inputs, lambda kind, gm, _: boxed_callable(kernels.of_graph(kind, gm).gm)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kernels:
+    """Who generates the kernels of the graphs of one program."""
+
+    inner: Inner
+    ctx: Context
+
+    @classmethod
+    def of(cls, inner: str, ctx: Context) -> _Kernels:
+        compiles = inner == "inductor"
+        return cls(Compiler(_inductor().compile_run).compile if compiles else eager, ctx)
+
+    def of_graph(self, kind: str, gm: fx.GraphModule) -> Compiled:
+        """What runs; under `strict`, a PassError for a run that Inductor did not compile."""
+        compiled = self.inner(kind, gm)
+        for one in compiled.failures:
+            self.ctx.remark(
+                "refused",
+                f"the {kind}'s run {one.first.name}..{one.last.name} stays eager, since Inductor "
+                f"does not compile it: {one.reason}",
+                node=one.first,
+                advice="see that torch.compile(backend='inductor') works, or set inner='eager'",
+            )
+        return compiled
+
+
+def _inductor() -> Any:
+    """Loaded when it is asked for: that takes a second."""
+    from overlap.inner import inductor
+
+    return inductor
+
+
+def _communicates(gm: fx.GraphModule) -> bool:
+    """Whether a program has a collective, as far as can be told: True where it does not trace."""
+    if collectives.has_collective(gm):
+        return True
+    try:
+        return collectives.has_collective(capture.to_aten(gm).gm)
+    except capture.CaptureError:
+        return True
+
+
+def _record_alone(config: Config, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
+    record.inner = "inductor"
+    record.profile = detect.profile(config.hardware, _device_of(example_inputs))
+    text = "the program has no collective, so there is nothing to hide: Inductor compiles it whole"
+    record.remarks.append(Remark("", "note", text))
 
 
 def set_dynamo_flags() -> None:
@@ -164,8 +230,9 @@ class _Session:
 
     record: Compilation
     ctx: Context
-    preset: presets.Preset
+    kernels: _Kernels
     runner: Runner
+    preset: presets.Preset = presets.NONE
     captured: fx.GraphModule | None = None
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
@@ -195,9 +262,9 @@ def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation, runner: Runner
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
-    ctx = Context(record.config, groups.size_of, remarks=record.remarks, runs=record.runs)
+    record, ctx = session.record, session.ctx
     device = _device_of(example_inputs)
     profile = detect.profile(record.config.hardware, device)
     record.profile = profile
@@ -208,7 +275,7 @@ def _compile(
         record.certificate = certificate.load(device)
         ctx.provide(record.certificate)
     try:
-        return _compile_sliced(gm, example_inputs, ctx, record, runner)
+        return _compile_sliced(gm, example_inputs, session)
     except _NotExact as error:
         if record.config.strict:
             raise PassError(str(error)) from error
@@ -217,7 +284,7 @@ def _compile(
         ctx.running = ""
     record.choice, record.sliced_starts = Choice(record.axis, 1), ()
     record.graphs.clear()
-    return _compile_sliced(gm, example_inputs, ctx, record, runner)
+    return _compile_sliced(gm, example_inputs, session)
 
 
 class _NotExact(Exception):
@@ -225,17 +292,13 @@ class _NotExact(Exception):
 
 
 def _compile_sliced(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    ctx: Context,
-    record: Compilation,
-    runner: Runner,
+    gm: fx.GraphModule, example_inputs: Sequence[Any], session: _Session
 ) -> Callable[..., Any]:
-    program, preset = _prepare(gm, ctx, record)
-    session = _Session(record, ctx, preset, runner, program if program is not gm else None)
-    if preset is presets.NONE:
+    program, session.preset = _prepare(gm, session.ctx, session.record)
+    session.captured = program if program is not gm else None
+    if session.preset is presets.NONE:
         return _through_autograd(
-            gm, example_inputs, lambda kind, gm, _: _compared_callable(record, kind, gm, runner)
+            gm, example_inputs, lambda kind, gm, _: _compared_callable(session, kind, gm)
         )
     return _through_autograd(
         program,
@@ -385,22 +448,24 @@ def _compile_graph(
     if session.record.is_whole_step:
         kind = {"forward": "step", "backward": "scale"}.get(kind, kind)
     session.final(kind, gm, session.record.base_peak_bytes)
-    return _compared_callable(session.record, kind, gm, session.runner)
+    return _compared_callable(session, kind, gm)
 
 
-def _compared_callable(
-    record: Compilation, kind: str, gm: fx.GraphModule, runner: Runner
-) -> Callable[..., Any]:
+def _compared_callable(session: _Session, kind: str, gm: fx.GraphModule) -> Callable[..., Any]:
     """The graph as a callable; before its first run the ranks compare what they decided about it.
 
     Not while it is compiled: AOTAutograd puts off a backward whose compiler raises, and a graph
     that one rank compiles and never runs is nothing that others could differ from.
     """
-    run_graph = runner(gm)
+    compiled = session.kernels.of_graph(kind, gm)
+    session.record.compiled.append(compiled)
+    run_graph = session.runner(compiled.gm)
     starts = compilation.collectives_of(gm)
     if not starts:
         return run_graph
-    compare_once = functools.cache(functools.partial(record.compare_ranks, kind, starts))
+    compare_once = functools.cache(
+        functools.partial(session.record.compare_ranks, kind, starts, compiled)
+    )
 
     def compared(inputs: list[Any]) -> Any:
         compare_once()

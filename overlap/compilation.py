@@ -21,12 +21,14 @@ from overlap.cost import Sizes, Sources
 from overlap.cost_table import CostTable
 from overlap.forecast import Setting
 from overlap.hardware import Profile
+from overlap.inner.runs import Compiled
 from overlap.passes.schedule import Scheduled
 from overlap.pipeline import Remark, Run
 from overlap.runtime import agree
 from overlap.simulate import Machine, Timeline
 
 LOG = logging.getLogger("overlap")
+GENERATED = "the code generated for the processor and its threads"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Compilation:
 
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
+    inner: who generates the kernels, "eager" or "inductor".
+    compiled: the graphs that run, with what is compiled of them.
     program: structure and shapes of parameters, as a cost table names it.
     table: the cost table of `config.costs`, None if formulas are used.
     local_sizes: of this rank's batch; graphs are priced at nominal ones.
@@ -129,6 +133,8 @@ class Compilation:
     remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
     runs: list[Run] = dataclasses.field(default_factory=list[Run])
     graphs: list[CompiledGraph] = dataclasses.field(default_factory=list[CompiledGraph])
+    inner: str = "eager"
+    compiled: list[Compiled] = dataclasses.field(default_factory=list[Compiled])
     places: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @classmethod
@@ -197,12 +203,15 @@ class Compilation:
         machine = Machine.measured(table) if table else Machine.of(self.profile)
         return simulate.simulate(program, range(len(program)), machine)
 
-    def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
+    def compare_ranks(
+        self, kind: str, starts: Sequence[CompiledCollective], compiled: Compiled
+    ) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {
+        options: dict[str, int | str] = {
             "slices": self.slices,
             "axis": self.axis,
+            "inner": self.inner,
             "check_steps": self.config.check_steps,
             "costs": self.table.digest if self.table else "none",
             "whole_step": self.is_whole_step,
@@ -216,6 +225,9 @@ class Compilation:
             own = [str(start) for start in starts if start.group == group]
             try:
                 agree.compare(key, agree.Decided(group, options, own))
+                if compiled.kernels:
+                    generated = agree.Decided(group, {GENERATED: compiled.digest}, [])
+                    agree.compare(f"{key}/{compiled.structure}", generated)
             except dist.DistError as error:  # the job may do well without its store
                 text = f"the ranks did not compare what they decided for group {group!r}: {error}"
                 self.remarks.append(Remark("", "note", text))

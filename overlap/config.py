@@ -21,7 +21,6 @@ INNERS = ("auto", "eager", "inductor")
 _CHOICES = {"preset": PRESETS, "axis": AXES, "numerics": NUMERICS, "inner": INNERS}
 _QUANTILE = re.compile(r"p(100|\d{1,2}(\.\d+)?)")
 _NOT_YET = {
-    ("inner", "inductor"): "use inner='eager'",
     ("preset", "fsdp"): "use preset='moe', which slices and schedules every collective",
 }
 
@@ -46,7 +45,8 @@ class Config:
     whole_step: run forward, loss and backward as one graph when the forward is called; for a
         function that returns its loss.
     hardware: name of a hardware profile, a path to one, or "auto".
-    inner: who generates the compute kernels; "auto" is "eager".
+    inner: who generates the compute kernels, "eager" or "inductor"; "auto" is eager on the CPU and
+        Inductor on a GPU.
     strict: a refused overlap is an error instead of a remark.
     costs: path of a cost table, or None for the profile's formulas.
     skew: the routing to choose for: so many times its even share the busiest rank gets (a number,
@@ -80,6 +80,11 @@ class Config:
                 raise unknown_name("value", str(value), valid, place=f"of option '{field}'")
             if advice := _NOT_YET.get((field, value)):
                 raise ConfigError(f"{field}={value!r} is not built yet; {advice}")
+        if self.inner == "inductor" and self.numerics == "exact":
+            raise ConfigError(
+                "inner='inductor' rounds otherwise than the program as written, which "
+                "numerics='exact' does not allow; use inner='eager'"
+            )
         if self.whole_step and self.numerics == "exact":
             raise ConfigError(
                 "whole_step=True multiplies gradients by the tangent last, which rounds otherwise "

@@ -286,7 +286,7 @@ class _Trainer:
         compiled: Any = module
         if name != EAGER:
             slices = 1 if name == UNSLICED else self.options.slices
-            options: Any = {"slices": slices, "costs": self.options.costs}
+            options: Any = {"slices": slices, "axis": "batch", "costs": self.options.costs}
             compiled = torch.compile(module, backend="overlap", options=options)
         make_batches = target.load(TEXT)
         batches = make_batches("train", batch, seq, rank=self.rank, world=self.world)

@@ -98,6 +98,11 @@ def set_fake_value(node: fx.Node, value: Any) -> None:
         node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
+def binds_sizes(node: fx.Node) -> bool:
+    """Whether sizes of the result depend on data, and are known once the node has run."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
 def copy_facts(source: fx.Node, target: fx.Node) -> None:
     """Give `target` what is known about `source`: origin, tags, policies; not its value."""
     for key, value in source.meta.items():

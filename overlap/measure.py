@@ -181,14 +181,14 @@ def measure(
 
     make_step: builds the step anew: gets what stands for torch.compile, and returns a function
         that runs forward and backward once.
-    config: the options that the step will run with; `slices` and `costs` are set here.
+    config: the options that the step will run with; `slices`, `costs` and `inner` are set here.
 
     Raises ConfigError for a step without a collective, and for one on a device other than the CPU.
     """
     found: list[_Measured] = []
     for num_slices in slices:
         torch.compiler.reset()
-        own = dataclasses.replace(config, slices=num_slices, costs=None)
+        own = dataclasses.replace(config, slices=num_slices, costs=None, inner="eager")
         found += _measure_slices(make_step, own, steps)
     calls = _over_ranks(itertools.chain.from_iterable(one.calls() for one in found))
     dims: dict[int, int] = {}

@@ -206,6 +206,7 @@ class Report:
     reassociated: sums over sliced rows that may be added in another order.
     certificate: what exact numerics went by; "" for other numerics.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
+    kernels: who generated the kernels of each graph, in words.
     measured: a step that ran, None if none was given.
     """
 
@@ -220,6 +221,7 @@ class Report:
     compile_s: float
     num_compilations: int
     certificate: str = ""
+    kernels: tuple[str, ...] = ()
     measured: MeasuredStep | None = None
     costs: str = ""
     choice: Choice | None = None
@@ -264,6 +266,7 @@ class Report:
             "compile_s": self.compile_s,
             "num_compilations": self.num_compilations,
             "certificate": self.certificate,
+            "kernels": list(self.kernels),
         }
 
     def __rich__(self) -> RenderableType:
@@ -395,8 +398,22 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
         compile_s=record.compile_s,
         num_compilations=num_compilations,
         certificate=str(record.certificate) if record.is_exact else "",
+        kernels=tuple(_kernel_lines(record)),
     )
     return report if measured is None else with_measured(report, measured)
+
+
+def _kernel_lines(record: Compilation) -> Iterator[str]:
+    if record.inner == "eager":
+        yield "kernels: eager"
+        return
+    if not record.compiled:
+        yield "kernels: Inductor's, for the whole program"
+    for one in record.compiled:
+        yield (
+            f"kernels of the {one.kind}: Inductor's, {len(one.kernels)} runs, {one.num_distinct} "
+            f"of them distinct, for {one.num_nodes} operators; {one.num_eager} operators are eager"
+        )
 
 
 def _costs(record: Compilation) -> str:
@@ -541,6 +558,8 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield Text(NOMINAL)
         yield Text(predicted_line(report))
         yield Text(f"costs: {report.costs or 'formulas of the profile'}")
+    for line in report.kernels:
+        yield Text(line)
     if line := forecast_line(report):
         yield Text(line)
     yield Text(reassociated_line(report))

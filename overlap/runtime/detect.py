@@ -1,5 +1,5 @@
-"""What this process runs on: its hardware profile where the user names none, and its place, which a
-cost table is held to."""
+"""What this process runs on: hardware profile and kernels where the user leaves them open, and its
+place, which a cost table is held to."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ def profile(name: str, device: torch.device) -> Profile:
             return hardware.with_link(found, link.process_link().config.bandwidth_mbit)
         return found
     return hardware.load(_gpu_profile(torch.cuda.get_device_name(device)))
+
+
+def inner(name: str, device: torch.device) -> str:
+    """Who generates the kernels, "eager" or "inductor"; "auto" is eager on the CPU."""
+    if name != "auto":
+        return name
+    return "eager" if device.type == "cpu" else "inductor"
 
 
 def _gpu_profile(device_name: str) -> str:
