@@ -21,6 +21,7 @@ from overlap import backend, certificate, compilation, explain, probe
 from tests.dist import run_ranks
 
 pytestmark = pytest.mark.dist
+SLOW = pytest.mark.slow
 
 TOY = dataclasses.replace(DeepSeekV3Config.toy(), max_seq=40, num_layers=1, num_dense=0)
 
@@ -142,10 +143,10 @@ def certify(
     "job",
     [
         Job(),
-        Job(axis="auto", slices=4, batches=((1, 9), (1, 5))),
-        Job(favoured=(0, 5), batches=((2, 7), (2, 33))),
-        Job(favoured=(0, 1), batches=((2, 7), (2, 33))),
-        Job(compute="grouped", batches=((3, 11), (2, 5))),
+        pytest.param(Job(axis="auto", slices=4, batches=((1, 9), (1, 5))), marks=SLOW),
+        pytest.param(Job(favoured=(0, 5), batches=((2, 7), (2, 33))), marks=SLOW),
+        pytest.param(Job(favoured=(0, 1), batches=((2, 7), (2, 33))), marks=SLOW),
+        pytest.param(Job(compute="grouped", batches=((3, 11), (2, 5))), marks=SLOW),
     ],
     ids=["a sequence of steps", "one row", "two idle experts", "an idle rank", "bf16 products"],
 )
@@ -205,7 +206,7 @@ def train_exchanged(rank: int, num_ranks: int, has_certificate: bool) -> tuple[O
         return outcome, explain(compilation.records()[-1]).to_json()["certificate"]
 
 
-@pytest.mark.parametrize("has_certificate", [True, False])
+@pytest.mark.parametrize("has_certificate", [pytest.param(True, marks=SLOW), False])
 def test_a_gradient_that_lies_otherwise_in_memory_leaves_the_program_whole(
     has_certificate: bool,
 ) -> None:

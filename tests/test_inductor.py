@@ -348,6 +348,7 @@ def compare_one(rank: int, whole_step: bool) -> Outcome:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_agree_with_each_other_and_with_eager(tmp_path: Path) -> None:
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}

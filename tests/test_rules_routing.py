@@ -227,9 +227,11 @@ def test_layer_on_two_ranks(
 @pytest.mark.parametrize(
     ("axis", "names", "slices"),
     [
-        ("token", ("scatter_add", "labels", "put_back", "top_8", "capacity"), 3),
-        ("expert", ("scatter_add", "labels", "put_back", "top_8", "grouped", "titan"), 2),
+        ("token", ("scatter_add", "capacity"), 3),
         ("expert", ("onehot", "mean_of_rows"), 3),
+        pytest.param("token", ("labels", "put_back", "top_8"), 3, marks=pytest.mark.slow),
+        pytest.param("expert", ("scatter_add", "labels", "put_back"), 2, marks=pytest.mark.slow),
+        pytest.param("expert", ("top_8", "grouped", "titan"), 2, marks=pytest.mark.slow),
     ],
 )
 def test_islands_on_two_ranks(axis: str, names: tuple[str, ...], slices: int) -> None:
@@ -241,7 +243,7 @@ def test_islands_on_two_ranks(axis: str, names: tuple[str, ...], slices: int) ->
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["scatter_add", "titan"])
+@pytest.mark.parametrize("name", ["scatter_add", pytest.param("titan", marks=pytest.mark.slow)])
 def test_islands_of_experts_are_exact_on_two_ranks(name: str) -> None:
     """Bit by bit, with odd rows and none, and no certificate."""
     batches = ((5, 4), (0, 3))

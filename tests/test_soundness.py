@@ -494,6 +494,7 @@ NUM_PARTS = 6
 
 
 @pytest.mark.dist  # in a process of its own, for MKL reads its settings once
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_exact_numerics(part: int) -> None:
     names = [*PROGRAMS, *EXACT][part::NUM_PARTS]

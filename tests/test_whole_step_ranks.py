@@ -172,7 +172,9 @@ def train_steps(rank: int, num_ranks: int, axis: str) -> tuple[Outcome, list[str
     return outcome(losses, errors, trained), kinds
 
 
-@pytest.mark.parametrize("axis", ["batch", "token", "expert"])
+@pytest.mark.parametrize(
+    "axis", ["batch", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("token", "expert"))]
+)
 def test_steps_of_an_optimizer_along_every_axis(axis: str) -> None:
     for found, kinds in run_ranks(train_steps, 2, axis, timeout_s=280):
         check(found, rounding=1e-5)  # of weights that have drifted apart as well
@@ -208,6 +210,7 @@ def train_tokens(rank: int, num_ranks: int) -> Outcome:
     return outcome(losses, errors)
 
 
+@pytest.mark.slow
 def test_a_checkpointed_model_under_autocast_and_a_grad_scaler() -> None:
     for found in run_ranks(train_tokens, 2, timeout_s=280):
         check(found, ROUNDING[torch.bfloat16])

@@ -29,6 +29,7 @@ def moe() -> dict[str, dict[str, Any]]:
     return by_variant(list(peers.moe_rows(peers.TOY, LINK_MBIT, slices=(1, 2))))
 
 
+@pytest.mark.slow
 def test_ours_is_ahead_on_the_same_moe_graphs(moe: dict[str, dict[str, Any]]):
     for n in (1, 2):
         assert moe[f"overlap, N={n}"]["makespan"] < moe[f"torch, N={n}"]["makespan"]
@@ -36,6 +37,7 @@ def test_ours_is_ahead_on_the_same_moe_graphs(moe: dict[str, dict[str, Any]]):
     assert moe["overlap, N=1"]["makespan"] < moe[peers.WRITTEN]["makespan"]
 
 
+@pytest.mark.slow
 def test_rows_have_all_that_is_compared(moe: dict[str, dict[str, Any]]):
     row = moe["overlap, N=2"]
     assert {"case", "variant", "makespan", "exposed", "peak_bytes", "seconds", "step_ms"} <= set(
@@ -74,6 +76,7 @@ def test_without_torchtitan_its_rows_are_left_out_with_the_reason(
     assert "pip install --no-deps torchtitan==0.3.0" in printed.err
 
 
+@pytest.mark.slow
 @TITAN
 def test_ours_is_ahead_of_torchtitan(moe: dict[str, dict[str, Any]]):
     ours = moe["overlap, N=2"]
@@ -82,6 +85,7 @@ def test_ours_is_ahead_of_torchtitan(moe: dict[str, dict[str, Any]]):
     assert all(ours["makespan"] < row["makespan"] for row in theirs)
 
 
+@pytest.mark.slow
 @TITAN
 def test_the_strategy_that_fails_shows_its_error(moe: dict[str, dict[str, Any]]):
     row = moe["TorchTitan graph"]
@@ -123,6 +127,7 @@ def all_steps(rank: int, world: int, path: str) -> dict[str, tuple[Tensor, list[
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_measured_variants_compute_the_same(tmp_path: Any):
     path = slicing.profile_file(tmp_path, LINK_MBIT)
     for results in run_ranks(all_steps, 2, path, timeout_s=250):
