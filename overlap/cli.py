@@ -40,7 +40,7 @@ class Demo:
     ranks: int = 2
     """How many processes train; each wants a core of its own."""
     slices: int | Literal["auto"] = "auto"
-    """Slices of the batch; auto: the cost model picks."""
+    """Slices of the batch; auto: the fastest forecast."""
     steps: int = 44
     """Timed steps of each of the three copies."""
     config: str = "demo"
@@ -87,7 +87,11 @@ class _OfTarget:
     world: int | None = None
     """How many ranks, where no mesh is given."""
     slices: int | Literal["auto"] = "auto"
-    """Slices of the batch; auto: the cost model picks."""
+    """How many slices; auto: the fastest forecast."""
+    axis: Literal["auto", "batch", "token", "expert"] = "auto"
+    """What slices are cut along; auto: the fastest forecast."""
+    numerics: Literal["reassociate", "exact"] = "reassociate"
+    """Whether sums over sliced rows may round differently."""
     memory_budget: float | None = 1.05
     """Peak memory allowed, as a ratio of the unscheduled peak; None for no limit."""
     costs: Path | None = None
@@ -338,6 +342,8 @@ def _look(options: _OfTarget, hardware: str) -> Preview:
     mesh = _mesh(options.mesh, options.world)
     config = Config(
         slices=options.slices,
+        axis=options.axis,
+        numerics=options.numerics,
         memory_budget=options.memory_budget,
         hardware=hardware,
         costs=None if options.costs is None else str(options.costs),

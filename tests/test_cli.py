@@ -91,7 +91,7 @@ def test_hardware(capsys: pytest.CaptureFixture[str]):
 
 def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     page = tmp_path / "explain.html"
-    found = document(capsys, "explain", *TOY, "--html", str(page))
+    found = document(capsys, "explain", *TOY, "--axis", "batch", "--html", str(page))
     assert found["slices"] == 2 and found["profile"] == "cpu"
     assert len(found["collectives"]) == 10
     assert page.read_text().startswith("<!doctype html>")
