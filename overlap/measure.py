@@ -181,14 +181,16 @@ def measure(
 
     make_step: builds the step anew: gets what stands for torch.compile, and returns a function
         that runs forward and backward once.
-    config: the options that the step will run with; `slices`, `costs` and `inner` are set here.
+    config: the options that the step will run with; `slices`, `costs` and `inner` are set here, and
+        an axis that is "auto" is the batch, for a table is of one.
 
     Raises ConfigError for a step without a collective, and for one on a device other than the CPU.
     """
     found: list[_Measured] = []
+    axis = "batch" if config.axis == "auto" else config.axis
     for num_slices in slices:
         torch.compiler.reset()
-        own = dataclasses.replace(config, slices=num_slices, costs=None, inner="eager")
+        own = dataclasses.replace(config, slices=num_slices, axis=axis, costs=None, inner="eager")
         found += _measure_slices(make_step, own, steps)
     calls = _over_ranks(itertools.chain.from_iterable(one.calls() for one in found))
     dims: dict[int, int] = {}
@@ -197,7 +199,7 @@ def measure(
     table = CostTable(
         place=detect.place(torch.device("cpu")),
         dims=dims,
-        axis=found[0].record.axis,
+        axis=axis,
         skews=_skews([pair for one in found for pair in one.routed_rows()]),
         contention=_contention(),
         programs={},
