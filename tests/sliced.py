@@ -72,7 +72,7 @@ class Slicer:
         functionalize(captured.graph)
         captured.recompile()
         if self.trim or self.axis != "batch":
-            self.plan = ANALYSES[self.axis](captured, self.exact)
+            self.plan = ANALYSES[self.axis](captured, exact=self.exact)
         else:
             self.plan = slicing.prove(captured, exact=self.exact)
         variants: dict[int, Callable[..., Any]] = {}

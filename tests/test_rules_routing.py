@@ -47,7 +47,7 @@ def plan_of(
         captured = capture.to_aten(gm).gm
         functionalize(captured.graph)
         starts = {node.name for node in captured.graph.nodes if collectives.is_start(node)}
-        found.append((ANALYSES[axis](captured, exact), starts))
+        found.append((ANALYSES[axis](captured, exact=exact), starts))
         raise Stop
 
     torch._dynamo.reset()
