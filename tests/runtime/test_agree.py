@@ -174,11 +174,17 @@ def train(rank: int, num_ranks: int, job: Job) -> list[str]:
     return keys
 
 
+OPTIONS = {"slices": 2, "axis": "batch"}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        ({"slices": 4}, "slices is (2|4) on rank . and (2|4) on rank ., and collective 2 of group"),
+        (
+            {"slices": 4, "axis": "batch"},
+            "slices is (2|4) on rank . and (2|4) on rank ., and collective 2 of group",
+        ),
         ({"preset": "none"}, "slices is (1|2) on rank . and (1|2) on rank ., and collective 1 of"),
     ],
     ids=["slices", "preset"],
@@ -188,13 +194,13 @@ def test_ranks_with_other_options_stop_instead_of_hanging(
 ) -> None:
     message = f"DivergenceError: rank . and rank . decided differently: {difference}"
     with pytest.raises(RankError, match=message):
-        run_ranks(train, 2, Job(({"slices": 2}, other)), timeout_s=200)
+        run_ranks(train, 2, Job((OPTIONS, other)), timeout_s=200)
 
 
 @pytest.mark.dist
 def test_ranks_with_other_batches_meet_and_agree() -> None:
     """Rank 1 compiles again twice, alone: for one row, which no slice but one has, and for six."""
-    job = Job(({"slices": 2}, {"slices": 2}), rows=((4, 4, 4), (3, 1, 6)))
+    job = Job((OPTIONS, OPTIONS), rows=((4, 4, 4), (3, 1, 6)))
     first, second = run_ranks(train, 2, job, timeout_s=200)
     assert [key.rpartition("/")[2] for key in first] == ["forward", "backward"]
     assert second == 3 * first
