@@ -184,6 +184,7 @@ def compare_on_ranks(rank: int, ranks: int, names: Sequence[str]) -> list[tuple[
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemm", "hub", "transport"])
 def test_on_two_ranks_along_every_axis(name: str) -> None:
     for found in run_ranks(compare_on_ranks, 2, [name], timeout_s=280):
@@ -204,6 +205,7 @@ def train(rank: int, ranks: int) -> tuple[str, list[str], list[str]]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_transport_is_scheduled_and_compared() -> None:
     [(dump, starts, remarks), other] = run_ranks(train, 2, timeout_s=280)
     assert not remarks and starts == other[1]

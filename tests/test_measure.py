@@ -68,6 +68,7 @@ def path(table: CostTable, tmp_path: Path) -> str:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_table_says_where_and_at_which_sizes(table: CostTable) -> None:
     assert (table.place.ranks, table.place.backend, table.place.link) == (2, "gloo", "")
     assert table.place.torch == torch.__version__
@@ -86,6 +87,7 @@ def test_the_table_says_where_and_at_which_sizes(table: CostTable) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_table_says_how_uneven_routing_was(table: CostTable) -> None:
     """Dispatch and combine, forward and backward, of one exchange and of two slices: 12. Of a row's
     two experts each may be on either rank, so that the busiest rank gets at most twice its share."""
@@ -96,6 +98,7 @@ def test_the_table_says_how_uneven_routing_was(table: CostTable) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [1, 2])
 def test_every_node_of_the_measured_program_has_a_measured_cost(path: str, slices: int) -> None:
     for report in run_ranks(use_block, 2, [path, path], BATCH, slices, timeout_s=200):
@@ -105,6 +108,7 @@ def test_every_node_of_the_measured_program_has_a_measured_cost(path: str, slice
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_table_picks_the_slices_whatever_the_batch(table: CostTable, tmp_path: Path) -> None:
     """Both numbers are far from what the formulas say of so small a block."""
     (program,) = table.programs
@@ -117,6 +121,7 @@ def test_the_table_picks_the_slices_whatever_the_batch(table: CostTable, tmp_pat
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_ranks_with_other_tables_stop_and_name_both(table: CostTable, tmp_path: Path) -> None:
     files = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
     other = dataclasses.replace(table, contention=0.5)
@@ -128,6 +133,7 @@ def test_ranks_with_other_tables_stop_and_name_both(table: CostTable, tmp_path: 
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_a_table_of_another_machine_stops_the_ranks(table: CostTable, tmp_path: Path) -> None:
     found = tmp_path / "other.json"
     place = dataclasses.replace(table.place, device="another processor")
@@ -138,6 +144,7 @@ def test_a_table_of_another_machine_stops_the_ranks(table: CostTable, tmp_path: 
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_command_line_measures_a_target(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -251,6 +251,7 @@ def test_regions_in_one_process(group: str) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_regions_on_two_ranks() -> None:
     for found in run_ranks(train, 2, timeout_s=280):
         check_mixed(*found)

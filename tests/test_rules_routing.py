@@ -227,7 +227,7 @@ def test_layer_on_two_ranks(
 @pytest.mark.parametrize(
     ("axis", "names", "slices"),
     [
-        ("token", ("scatter_add", "capacity"), 3),
+        pytest.param("token", ("scatter_add", "capacity"), 3, marks=pytest.mark.slow),
         ("expert", ("onehot", "mean_of_rows"), 3),
         pytest.param("token", ("labels", "put_back", "top_8"), 3, marks=pytest.mark.slow),
         pytest.param("expert", ("scatter_add", "labels", "put_back"), 2, marks=pytest.mark.slow),
