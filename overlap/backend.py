@@ -101,12 +101,15 @@ def compile_with(
 
 
 def as_written(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: _Kernels
+    gm: fx.GraphModule, example_inputs: Sequence[Any], kernels: _Kernels | None = None
 ) -> Callable[..., Any]:
-    """The un-sliced, un-scheduled program through the same kernels: the referee."""
-    return _through_autograd(
-        gm, example_inputs, lambda kind, gm, _: boxed_callable(kernels.of_graph(kind, gm).gm)
-    )
+    """The un-sliced, un-scheduled program through the same kernels, by default eager ones: the
+    referee."""
+
+    def compile_graph(kind: str, gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return boxed_callable(kernels.of_graph(kind, gm).gm if kernels else gm)
+
+    return _through_autograd(gm, example_inputs, compile_graph)
 
 
 @dataclasses.dataclass(frozen=True)
