@@ -23,10 +23,11 @@ from torch._dynamo import exc as dynamo_exc
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph import _BoxedCodeGen
 
-from overlap import capture, collectives, compilation, cost, graph, presets, simulate
+from overlap import capture, collectives, compilation, cost, graph, presets, repeat, simulate
 from overlap.checking import Checked
 from overlap.compilation import Compilation
 from overlap.config import Config
+from overlap.errors import PassError
 from overlap.hardware import Profile
 from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
@@ -56,6 +57,25 @@ def overlap(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Any = No
         reference = as_written(gm, example_inputs)
         return Checked(compiled, reference, config.check_steps)
     return compiled
+
+
+class Unrolled(BaseException):
+    """The graphs of a deeper program were compiled; the one that was captured does not run."""
+
+
+def compile_deeper(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, extra: int
+) -> None:
+    """Compile the program that has `extra` more of the equal layers that `gm` repeats, and raise
+    Unrolled when that is done. Raises PassError if the graphs of `gm` do not repeat."""
+    _unify_sizes(gm)
+    began = time.perf_counter()
+    record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
+    try:
+        _compile(gm, example_inputs, record, extra)
+    finally:
+        record.compile_s = time.perf_counter() - began
+    raise PassError("a deeper program needs slices and a backward; this one has none")
 
 
 def as_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -155,7 +175,7 @@ def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation
+    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation, extra: int = 0
 ) -> Callable[..., Any]:
     ctx = Context(record.config, groups.size_of, remarks=record.remarks)
     profile = detect.profile(record.config.hardware, _device_of(example_inputs))
@@ -171,7 +191,9 @@ def _compile(
         program,
         example_inputs,
         functools.partial(_compile_graph, session),
-        functools.partial(_partition, session),
+        functools.partial(_partition_deeper, session, extra)
+        if extra
+        else functools.partial(_partition, session),
     )
 
 
@@ -226,14 +248,34 @@ def _prepare(
 def _partition(
     session: _Session, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    parts = _parts_of(session, joint_gm, joint_inputs, **options)
+    session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
+    return parts
+
+
+def _parts_of(
+    session: _Session, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     graph.set_phase(joint_gm, graph.Phase.JOINT)
     run(joint_gm, session.preset.joint, session.ctx)
     session.bind_sizes(joint_gm)
     parts = default_partition(joint_gm, joint_inputs, **options)
     for part in parts:
         graph.set_phase(part, graph.Phase.NORMALIZED)
-    session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
     return parts
+
+
+def _partition_deeper(
+    session: _Session, extra: int, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
+) -> Any:
+    """Compile the graphs of the program with `extra` more layers. AOTAutograd knows nothing of
+    those layers, so it is left at once."""
+    parts = _parts_of(session, joint_gm, joint_inputs, **options)
+    repeat.unroll(*parts, options["num_fwd_outputs"], extra)
+    session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
+    for kind, part in zip(("forward", "backward"), parts, strict=True):
+        session.final(kind, part, session.record.base_peak_bytes)
+    raise Unrolled
 
 
 def _program_order_peak(session: _Session, gm: fx.GraphModule) -> int:

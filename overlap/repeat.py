@@ -1,0 +1,482 @@
+"""Equal layers, traced once: the graphs of a deep model from those of a shallow one.
+
+    traced      head | L1 | L2 | L3 | tail            backward  tail' | L3' | L2' | L1' | head'
+    unrolled    head | L1 | L2 | L2 | ... | L3 | tail
+
+A program that runs equal layers one after the other traces to a sequence that repeats. Where two
+layers in a row are found to be equal node for node, each reading from the layer before it what the
+other one reads from its own, from its own parameters and from nothing else but values that all
+layers share, the next equal layer would trace to the same again: the graph of a deeper model is the
+same sequence with more repetitions. The sequence need not begin where a layer begins.
+
+Everything is proven on the graphs; a graph that does not repeat, or in which a value of one layer is
+read by more than its neighbour, is a PassError.
+
+Symbols of sizes that the data decides are those of the layer that was copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from overlap import graph
+from overlap.errors import PassError
+
+_CANDIDATES = 32
+
+
+@dataclasses.dataclass(eq=False)
+class Stretch:
+    """Where a sequence repeats: the items from `start` on, `length` of them, `period` to a layer.
+
+    step: 1 where a later layer comes later in the sequence, -1 where it comes earlier.
+    new: the items that the unrolled sequence has in its place.
+    """
+
+    start: int
+    length: int
+    period: int
+    step: int = 1
+    new: list[fx.Node] = dataclasses.field(default_factory=list[fx.Node])
+
+    @property
+    def cut(self) -> int:
+        """The copies of the second period come before this item."""
+        return self.start + 2 * self.period
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+    def offset(self, offset: int, shift: int, extra: int) -> int:
+        """Where the item at `offset` is for a layer that is `shift` layers deeper, of a program
+        with `extra` more layers."""
+        return offset + self.period * (shift if self.step > 0 else extra - shift)
+
+
+_Place = tuple[Stretch, int]
+
+
+def unroll(
+    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, extra: int
+) -> None:
+    """Make both graphs, as autograd and the partitioner leave them, those of a program with `extra`
+    more layers, in place. Raises PassError, with the graphs untouched, if they do not repeat.
+
+    forward: takes parameters and inputs; returns its own results, then what is saved.
+    backward: takes what is saved and the tangents; returns a gradient for every input of `forward`.
+    """
+    ahead = _Sequences(forward)
+    ahead.find_body(step=1)
+    ahead.find_results((num_forward_outputs,))
+    behind = _Sequences(backward)
+    behind.find_saved(ahead)
+    behind.find_body(step=-1)
+    behind.pair_results(ahead)
+    graphs = _Unroller(ahead, extra).run(), _Unroller(behind, extra).run()
+    for gm, unrolled in zip((forward, backward), graphs, strict=True):
+        gm.graph = unrolled
+
+
+class _Sequences:
+    """The inputs, calls and results of one graph, and where each of them repeats.
+
+    places: which item of which stretch a node is; nodes that all layers share have none.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        nodes = list(gm.graph.nodes)
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.output = nodes[-1]
+        self.body = nodes[len(self.inputs) : -1]
+        self.results: list[Any] = list(self.output.args[0])  # pyright: ignore
+        self.input_stretches: list[Stretch] = []
+        self.result_stretches: list[Stretch] = []
+        self.places: dict[fx.Node, _Place] = {}
+        self.body_stretch = Stretch(0, 0, 0)
+        if any(node.op == "placeholder" for node in self.body):
+            raise PassError("the inputs of the graph do not come first")
+
+    # calls
+
+    def find_body(self, step: int) -> None:
+        signatures = [_signature(node) for node in self.body]
+        stretch = _longest_repetition(signatures)
+        if step > 0:  # inputs are paired by who reads them
+            stretch = self._narrowed(stretch, step, self._may_pair)
+            self._pair_inputs(stretch)
+        self.body_stretch = self._narrowed(stretch, step, self._is_pair)
+        self._place(self.body, [self.body_stretch])
+        self._check_reach()
+
+    def _narrowed(
+        self, found: Stretch, step: int, is_pair: Callable[[Any, Any, int], bool]
+    ) -> Stretch:
+        """The part of a stretch in which every node reads what its image one period on reads,
+        one layer on."""
+        position = {node: i for i, node in enumerate(self.body)}
+        while True:
+            start, end, period = found.start, found.end, found.period
+
+            def reads_alike(at: int) -> bool:
+                one, other = _operands(self.body[at]), _operands(self.body[at + period])
+                return len(one) == len(other) and all(map(agrees, one, other))
+
+            def agrees(a: fx.Node, b: fx.Node) -> bool:
+                if a not in position or b not in position:
+                    return is_pair(a, b, step)
+                if a is b:
+                    return not start <= position[a] < end
+                return position[b] - position[a] == period and start <= position[b] < end
+
+            first, length = _longest_run([reads_alike(at) for at in range(start, end - period)])
+            if length < period:
+                raise PassError("the layers of the graph do not repeat: they read different values")
+            narrowed = Stretch(start + first, length + period, period, step)
+            if narrowed.length == found.length:
+                return narrowed
+            found = narrowed
+
+    def _may_pair(self, a: fx.Node, b: fx.Node, _: int) -> bool:
+        return a.op == b.op == "placeholder" and _type_of(a) == _type_of(b)
+
+    def _is_pair(self, a: fx.Node, b: fx.Node, step: int) -> bool:
+        if a is b:
+            return a not in self.places
+        if a not in self.places or b not in self.places:
+            return False
+        (one, at), (other, its) = self.places[a], self.places[b]
+        return one is other and its - at == step * one.period
+
+    def _check_reach(self) -> None:
+        """A value is read in its own layer and the next one: whatever reads further collects
+        something of every layer, and would have to collect more."""
+        stretch = self.body_stretch
+        for node in self.body[stretch.cut :]:
+            for source in _operands(node):
+                place = self.places.get(source)
+                if place and place[0] is stretch and place[1] < stretch.period:
+                    raise PassError(f"{node} reads {source}, which is of an earlier layer")
+        for node in self.body[stretch.end :]:
+            self._check_edge(node, is_late=stretch.step > 0)
+        for node in self.body[: stretch.start]:
+            self._check_edge(node, is_late=stretch.step < 0)
+
+    def _check_edge(self, node: fx.Node, is_late: bool) -> None:
+        """What is outside of the layers reads inputs of the layer beside it only."""
+        for source in _operands(node):
+            stretch, at = self.places.get(source, (self.body_stretch, 0))
+            if stretch is self.body_stretch:
+                continue
+            is_near = at >= stretch.period if is_late else at < stretch.length - stretch.period
+            if not is_near:
+                raise PassError(f"{node} reads {source}, which is of a layer far from it")
+
+    # inputs and results
+
+    def _pair_inputs(self, stretch: Stretch) -> None:
+        index = {node: i for i, node in enumerate(self.inputs)}
+        partner: dict[int, int] = {}
+        for at in range(stretch.start, stretch.end - stretch.period):
+            pairs = zip(
+                _operands(self.body[at]), _operands(self.body[at + stretch.period]), strict=True
+            )
+            for a, b in pairs:
+                if a in index and a is not b and partner.setdefault(index[a], index[b]) != index[b]:
+                    raise PassError(f"{a} is read like two inputs of the next layer")
+        self.input_stretches = _runs(partner)
+        self._place(self.inputs, self.input_stretches)
+        for i, j in partner.items():
+            if not self._is_pair(self.inputs[i], self.inputs[j], 1):
+                raise PassError(f"inputs {self.inputs[i]} and {self.inputs[j]} do not repeat")
+
+    def find_saved(self, ahead: _Sequences) -> None:
+        """Pair the inputs of a backward graph as the nodes of the forward graph that they are."""
+        by_name = {node.name: node for node in ahead.gm.graph.nodes}
+        places = [ahead.places.get(by_name.get(node.name, node)) for node in self.inputs]
+        self.input_stretches = _runs(_partners(places))
+        self._place(self.inputs, self.input_stretches)
+        for node, place in zip(self.inputs, places, strict=True):
+            if place and node not in self.places:
+                raise PassError(f"the saved value {node} does not repeat")
+
+    def find_results(self, borders: Sequence[int]) -> None:
+        """Where the results repeat, each part of them between two borders for itself."""
+        for begin, end in zip((0, *borders), (*borders, len(self.results)), strict=True):
+            part = self.results[begin:end]
+            places = [self.places.get(r) if isinstance(r, fx.Node) else None for r in part]
+            for run in _runs(_partners(places)):
+                self.result_stretches.append(dataclasses.replace(run, start=begin + run.start))
+        self._check_results()
+
+    def pair_results(self, ahead: _Sequences) -> None:
+        """Gradients repeat as the inputs do that they belong to."""
+        if len(self.results) != len(ahead.inputs):
+            raise PassError("the backward graph does not return a gradient for every input")
+        for run in ahead.input_stretches:
+            self.result_stretches.append(dataclasses.replace(run, new=[]))
+            for i in range(run.start, run.end - run.period):
+                a, b = self.results[i], self.results[i + run.period]
+                is_copied = run.start <= i < run.cut - run.period
+                if not self._is_gradient_pair(a, b, is_copied):
+                    raise PassError(f"gradients {a} and {b} do not repeat")
+        self._check_results()
+
+    def _is_gradient_pair(self, a: Any, b: Any, is_copied: bool) -> bool:
+        """Where the layers of inputs begin earlier or end later than those of calls, a gradient
+        that no copy is made of may be one of a call outside."""
+        if a is None or b is None:
+            return a is b
+        if a in self.places and b in self.places:
+            return self._is_pair(a, b, self.body_stretch.step)
+        return a is not b and not (is_copied and b not in self.places)
+
+    def _check_results(self) -> None:
+        inside = {i for run in self.result_stretches for i in range(run.start, run.end)}
+        for i, result in enumerate(self.results):
+            if isinstance(result, fx.Node) and result in self.places and i not in inside:
+                raise PassError(f"the result {result} does not repeat")
+
+    def _place(self, items: Sequence[fx.Node], stretches: Sequence[Stretch]) -> None:
+        for stretch in stretches:
+            for offset in range(stretch.length):
+                self.places[items[stretch.start + offset]] = stretch, offset
+
+
+class _Unroller:
+    """Writes the graph with `extra` more layers.
+
+    shared: new nodes of those that are outside of every stretch.
+    """
+
+    def __init__(self, old: _Sequences, extra: int) -> None:
+        self.old, self.extra = old, extra
+        self.graph = fx.Graph()
+        self.shared: dict[fx.Node, fx.Node] = {}
+        self.values = _Values(old.gm)
+
+    def run(self) -> fx.Graph:
+        old = self.old
+        for i, shift, is_copy in _unrolled(len(old.inputs), old.input_stretches, self.extra):
+            self._emit(old.inputs[i], shift, is_copy)
+        for i, shift, is_copy in _unrolled(len(old.body), [old.body_stretch], self.extra):
+            self._emit(old.body[i], shift, is_copy)
+        results: list[Any] = []
+        for i, shift, _ in _unrolled(len(old.results), old.result_stretches, self.extra):
+            result = old.results[i]
+            results.append(self._at(result, shift) if isinstance(result, fx.Node) else result)
+        output = self.graph.output(tuple(results))
+        graph.copy_facts(old.output, output)
+        return self.graph
+
+    def _emit(self, node: fx.Node, shift: int, is_copy: bool) -> None:
+        def operand(source: fx.Node) -> fx.Node:
+            return self._at(source, shift)
+
+        new = self.graph.create_node(
+            node.op,
+            node.target,
+            fx.map_arg(node.args, operand),
+            fx.map_arg(node.kwargs, operand),
+            node.name,
+            node.type,
+        )
+        graph.copy_facts(node, new)
+        if graph.fake_value(node) is not None:
+            graph.set_fake_value(new, self.values.value(node, new, is_copy))
+        place = self.old.places.get(node)
+        if place:
+            place[0].new.append(new)
+        else:
+            self.shared[node] = new
+
+    def _at(self, node: fx.Node, shift: int) -> fx.Node:
+        place = self.old.places.get(node)
+        if place is None:
+            return self.shared[node]
+        stretch, offset = place
+        return stretch.new[stretch.offset(offset, shift, self.extra)]
+
+
+def _unrolled(
+    length: int, stretches: Sequence[Stretch], extra: int
+) -> Iterator[tuple[int, int, bool]]:
+    """The items of an unrolled sequence: which one, for how many layers deeper, and whether it is a
+    copy."""
+    at = 0
+    for stretch in sorted(stretches, key=lambda s: s.start):
+        before, behind = (0, extra) if stretch.step > 0 else (extra, 0)
+        yield from ((i, before, False) for i in range(at, stretch.cut))
+        for copy in range(1, extra + 1):
+            shift = before + stretch.step * copy
+            yield from ((i, shift, True) for i in range(stretch.cut - stretch.period, stretch.cut))
+        yield from ((i, behind, False) for i in range(stretch.cut, stretch.end))
+        at = stretch.end
+    behind = extra if not stretches or stretches[-1].step > 0 else 0
+    yield from ((i, behind, False) for i in range(at, length))
+
+
+class _Values:
+    """Fake values of copies: tensors like the original's, in storages of their own."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        values = (t for node in gm.graph.nodes for t in graph.tensors_of(graph.fake_value(node)))
+        self.mode = next(t.fake_mode for t in values if isinstance(t, FakeTensor))
+
+    def value(self, node: fx.Node, new: fx.Node, is_copy: bool) -> Any:
+        """The value of `node`, over again in a copy, and as a view of what `new` reads where it is
+        one of what `node` reads."""
+        value = graph.fake_value(node)
+        tensors = list(graph.tensors_of(value))
+        bases: dict[int, torch.Tensor] = {}
+        for old, its in zip(node.all_input_nodes, new.all_input_nodes, strict=True) if tensors else ():
+            mine, other = graph.fake_value(old), graph.fake_value(its)
+            if mine is not other:
+                pairs = zip(graph.tensors_of(mine), graph.tensors_of(other), strict=True)
+                bases |= {graph.storage_of(a): b for a, b in pairs}
+        if not is_copy and all(graph.storage_of(tensor) not in bases for tensor in tensors):
+            return value
+
+        def copy(value: Any) -> Any:
+            match value:
+                case torch.Tensor():
+                    return self._tensor(value, bases)
+                case list() | tuple():
+                    return type(value)(map(copy, value))
+                case _:
+                    return value
+
+        with self.mode, torch.no_grad():
+            return copy(value)
+
+    def _tensor(self, tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
+        base = bases.get(graph.storage_of(tensor))
+        if base is not None:
+            return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        new = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+        bases[graph.storage_of(tensor)] = new
+        return new
+
+
+# --- sequences that repeat ------------------------------------------------------------------------
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, in order, one as often as it is read."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
+
+
+def _signature(node: fx.Node) -> Any:
+    """What a node does, whatever it does it to."""
+    args = node.args[:1] if graph.is_call(node, *graph.ASSERTIONS) else node.args
+    tag = graph.tag_of(node)
+    return node.op, node.target, _shown(args), _shown(node.kwargs), _type_of(node), tag
+
+
+def _shown(value: Any) -> str:
+    return repr(fx.map_arg(value, lambda _: _HOLE))
+
+
+class _Hole:
+    def __repr__(self) -> str:
+        return "*"
+
+
+_HOLE: Any = _Hole()
+
+
+def _type_of(node: fx.Node) -> str:
+    return _type(graph.fake_value(node))
+
+
+def _type(value: Any) -> str:
+    match value:
+        case torch.Tensor():
+            sizes = ",".join(str(s) if isinstance(s, int) else "?" for s in value.shape)
+            return f"{value.dtype}[{sizes}]{value.device}"
+        case list() | tuple():
+            return f"({', '.join(map(_type, value))})"
+        case _:
+            return type(value).__name__
+
+
+def _longest_repetition(items: Sequence[Any]) -> Stretch:
+    """The longest part of `items` in which everything comes again one period later, twice at least.
+
+    Raises PassError if there is none.
+    """
+    last: dict[Any, int] = {}
+    distances: Counter[int] = Counter()
+    for i, item in enumerate(items):
+        if item in last:
+            distances[i - last[item]] += 1
+        last[item] = i
+    best = Stretch(0, 0, 0)
+    for period, _ in distances.most_common(_CANDIDATES):
+        is_same = [a == b for a, b in zip(items, items[period:], strict=False)]
+        start, length = _longest_run(is_same)
+        if length >= period and length + period > best.length:
+            best = Stretch(start, length + period, period)
+    if not best.length:
+        raise PassError("the graph does not repeat")
+    return best
+
+
+def _longest_run(flags: Sequence[bool]) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    best, start = (0, 0), 0
+    for i, flag in enumerate([*flags, False]):
+        if not flag:
+            if i - start > best[1]:
+                best = start, i - start
+            start = i + 1
+    return best
+
+
+def _partners(places: Sequence[_Place | None]) -> dict[int, int]:
+    """Per item, the one that is the same of the next layer."""
+    index: dict[tuple[int, int], int] = {}
+    for i, place in enumerate(places):
+        if place:
+            index.setdefault((id(place[0]), place[1]), i)
+    partner: dict[int, int] = {}
+    for i, place in enumerate(places):
+        if place:
+            stretch, offset = place
+            j = index.get((id(stretch), offset + stretch.step * stretch.period))
+            if j is not None:
+                partner[i] = j
+    return partner
+
+
+def _runs(partner: Mapping[int, int]) -> list[Stretch]:
+    """The stretches that pairs of items make up: runs of one distance that is a period at least."""
+    runs: list[Stretch] = []
+    items = sorted(partner)
+    at = 0
+    while at < len(items):
+        first, period = items[at], partner[items[at]] - items[at]
+        end = at
+        while (
+            end < len(items)
+            and items[end] == first + end - at
+            and partner[items[end]] - items[end] == period
+        ):
+            end += 1
+        if 0 < period <= end - at:
+            runs.append(Stretch(first, end - at + period, period))
+        at = end
+    return runs
