@@ -18,7 +18,7 @@ Symbols of sizes that the data decides are those of the layer that was copied.
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -75,11 +75,11 @@ def unroll(
     backward: takes what is saved and the tangents; returns a gradient for every input of `forward`.
     """
     ahead = _Sequences(forward)
-    ahead.find_body(step=1)
+    ahead.find_calls(are_inputs_known=False)
     ahead.find_results((num_forward_outputs,))
     behind = _Sequences(backward)
     behind.find_saved(ahead)
-    behind.find_body(step=-1)
+    behind.find_calls(are_inputs_known=True)
     behind.pair_results(ahead)
     graphs = _Unroller(ahead, extra).run(), _Unroller(behind, extra).run()
     for gm, unrolled in zip((forward, backward), graphs, strict=True):
@@ -102,21 +102,42 @@ class _Sequences:
         self.input_stretches: list[Stretch] = []
         self.result_stretches: list[Stretch] = []
         self.places: dict[fx.Node, _Place] = {}
-        self.body_stretch = Stretch(0, 0, 0)
+        self.body_stretches: list[Stretch] = []
+        self.shifts: dict[int, bool] = {}
         if any(node.op == "placeholder" for node in self.body):
             raise PassError("the inputs of the graph do not come first")
 
     # calls
 
-    def find_body(self, step: int) -> None:
-        signatures = [_signature(node) for node in self.body]
-        stretch = _longest_repetition(signatures)
-        if step > 0:  # inputs are paired by who reads them
-            stretch = self._narrowed(stretch, step, self._may_pair)
-            self._pair_inputs(stretch)
-        self.body_stretch = self._narrowed(stretch, step, self._is_pair)
-        self._place(self.body, [self.body_stretch])
-        self._check_reach()
+    def find_calls(self, are_inputs_known: bool) -> None:
+        """Where the calls repeat, part by part: what autograd recomputes comes in the order of the
+        forward, and before what it computes. Inputs that are not known to repeat are paired by who
+        reads them."""
+        found = _repetitions([_signature(node) for node in self.body])
+        if not are_inputs_known:
+            longest = max(found, key=lambda stretch: stretch.length)
+            self._pair_inputs(self._narrowed(longest, 1, self._may_pair))
+        for stretch in found:
+            self._add_calls(stretch)
+        if not self.body_stretches:
+            raise PassError("the layers of the graph do not repeat: they read different values")
+        self.shifts = self._shifts_outside()
+
+    def _add_calls(self, found: Stretch) -> None:
+        for step in (1, -1):
+            try:
+                stretch = self._narrowed(found, step, self._is_pair)
+            except PassError:
+                continue
+            if self._is_of_layers(stretch):
+                self.body_stretches.append(stretch)
+                self._place(self.body, [stretch])
+            return
+
+    def _is_of_layers(self, stretch: Stretch) -> bool:
+        """Whether a stretch reads something of each layer; others only look alike."""
+        calls = self.body[stretch.start : stretch.start + stretch.period]
+        return any(source in self.places for node in calls for source in _operands(node))
 
     def _narrowed(
         self, found: Stretch, step: int, is_pair: Callable[[Any, Any, int], bool]
@@ -127,16 +148,17 @@ class _Sequences:
         while True:
             start, end, period = found.start, found.end, found.period
 
+            def is_own(node: fx.Node) -> bool:
+                return node in position and start <= position[node] < end
+
+            def agrees(a: fx.Node, b: fx.Node) -> bool:
+                if is_own(b):
+                    return a in position and position[b] - position[a] == period
+                return not is_own(a) and is_pair(a, b, step)
+
             def reads_alike(at: int) -> bool:
                 one, other = _operands(self.body[at]), _operands(self.body[at + period])
                 return len(one) == len(other) and all(map(agrees, one, other))
-
-            def agrees(a: fx.Node, b: fx.Node) -> bool:
-                if a not in position or b not in position:
-                    return is_pair(a, b, step)
-                if a is b:
-                    return not start <= position[a] < end
-                return position[b] - position[a] == period and start <= position[b] < end
 
             first, length = _longest_run([reads_alike(at) for at in range(start, end - period)])
             if length < period:
@@ -147,7 +169,7 @@ class _Sequences:
             found = narrowed
 
     def _may_pair(self, a: fx.Node, b: fx.Node, _: int) -> bool:
-        return a.op == b.op == "placeholder" and _type_of(a) == _type_of(b)
+        return a is b or (a.op == b.op == "placeholder" and _type_of(a) == _type_of(b))
 
     def _is_pair(self, a: fx.Node, b: fx.Node, step: int) -> bool:
         if a is b:
@@ -155,31 +177,41 @@ class _Sequences:
         if a not in self.places or b not in self.places:
             return False
         (one, at), (other, its) = self.places[a], self.places[b]
-        return one is other and its - at == step * one.period
+        return one is other and its - at == step * one.step * one.period
 
-    def _check_reach(self) -> None:
-        """A value is read in its own layer and the next one: whatever reads further collects
+    def _shifts_outside(self) -> dict[int, bool]:
+        """Per call outside of every stretch, whether it belongs behind the last layer rather than
+        before the first. What is between two stretches may read of either side."""
+        result: dict[int, bool] = {}
+        borders = [(0, 0, None), *((s.start, s.end, s) for s in self.body_stretches)]
+        borders.append((len(self.body), len(self.body), None))
+        for (_, begin, before), (end, _, behind) in itertools.pairwise(borders):
+            sides = [s for s in (behind and behind.step < 0, before and before.step > 0) if s is not None]
+            for at in range(begin, end):
+                fits = [bool(s) for s in sides if self._is_near(self.body[at], is_late=bool(s))]
+                if not fits:
+                    raise PassError(f"{self.body[at]} reads values of several layers")
+                result[at] = fits[0]
+        for stretch in self.body_stretches:
+            self._check_reach(stretch)
+        return result
+
+    def _is_near(self, node: fx.Node, is_late: bool) -> bool:
+        """Whether what is outside of the layers reads of the layer beside it only."""
+        places = [self.places[source] for source in _operands(node) if source in self.places]
+        return all(
+            at >= s.period if is_late == (s.step > 0) else at < s.length - s.period
+            for s, at in places
+        )
+
+    def _check_reach(self, stretch: Stretch) -> None:
+        """A value is read in its own layer and the next one: what reads further back collects
         something of every layer, and would have to collect more."""
-        stretch = self.body_stretch
-        for node in self.body[stretch.cut :]:
+        for node in self.body[stretch.cut : stretch.end]:
             for source in _operands(node):
                 place = self.places.get(source)
                 if place and place[0] is stretch and place[1] < stretch.period:
                     raise PassError(f"{node} reads {source}, which is of an earlier layer")
-        for node in self.body[stretch.end :]:
-            self._check_edge(node, is_late=stretch.step > 0)
-        for node in self.body[: stretch.start]:
-            self._check_edge(node, is_late=stretch.step < 0)
-
-    def _check_edge(self, node: fx.Node, is_late: bool) -> None:
-        """What is outside of the layers reads inputs of the layer beside it only."""
-        for source in _operands(node):
-            stretch, at = self.places.get(source, (self.body_stretch, 0))
-            if stretch is self.body_stretch:
-                continue
-            is_near = at >= stretch.period if is_late else at < stretch.length - stretch.period
-            if not is_near:
-                raise PassError(f"{node} reads {source}, which is of a layer far from it")
 
     # inputs and results
 
@@ -191,7 +223,9 @@ class _Sequences:
                 _operands(self.body[at]), _operands(self.body[at + stretch.period]), strict=True
             )
             for a, b in pairs:
-                if a in index and a is not b and partner.setdefault(index[a], index[b]) != index[b]:
+                if a is b or a not in index:
+                    continue
+                if partner.setdefault(index[a], index[b]) != index[b]:
                     raise PassError(f"{a} is read like two inputs of the next layer")
         self.input_stretches = _runs(partner)
         self._place(self.inputs, self.input_stretches)
@@ -237,7 +271,7 @@ class _Sequences:
         if a is None or b is None:
             return a is b
         if a in self.places and b in self.places:
-            return self._is_pair(a, b, self.body_stretch.step)
+            return self._is_pair(a, b, 1)
         return a is not b and not (is_copied and b not in self.places)
 
     def _check_results(self) -> None:
@@ -268,7 +302,8 @@ class _Unroller:
         old = self.old
         for i, shift, is_copy in _unrolled(len(old.inputs), old.input_stretches, self.extra):
             self._emit(old.inputs[i], shift, is_copy)
-        for i, shift, is_copy in _unrolled(len(old.body), [old.body_stretch], self.extra):
+        for i, shift, is_copy in _unrolled(len(old.body), old.body_stretches, self.extra):
+            shift = self.extra * old.shifts[i] if i in old.shifts else shift
             self._emit(old.body[i], shift, is_copy)
         results: list[Any] = []
         for i, shift, _ in _unrolled(len(old.results), old.result_stretches, self.extra):
@@ -290,6 +325,8 @@ class _Unroller:
             node.name,
             node.type,
         )
+        if node.op == "placeholder":
+            new.target = new.name
         graph.copy_facts(node, new)
         if graph.fake_value(node) is not None:
             graph.set_fake_value(new, self.values.value(node, new, is_copy))
@@ -413,25 +450,30 @@ def _type(value: Any) -> str:
             return type(value).__name__
 
 
-def _longest_repetition(items: Sequence[Any]) -> Stretch:
-    """The longest part of `items` in which everything comes again one period later, twice at least.
+def _repetitions(items: Sequence[Any], start: int = 0) -> list[Stretch]:
+    """The parts of `items` in which everything comes again one period later, in order: the longest
+    one, then those before and behind it."""
+    best = _longest_repetition(items)
+    if not best:
+        return []
+    before = _repetitions(items[: best.start], start)
+    behind = _repetitions(items[best.end :], start + best.end)
+    return [*before, dataclasses.replace(best, start=start + best.start, new=[]), *behind]
 
-    Raises PassError if there is none.
-    """
+
+def _longest_repetition(items: Sequence[Any]) -> Stretch | None:
     last: dict[Any, int] = {}
     distances: Counter[int] = Counter()
     for i, item in enumerate(items):
         if item in last:
             distances[i - last[item]] += 1
         last[item] = i
-    best = Stretch(0, 0, 0)
+    best: Stretch | None = None
     for period, _ in distances.most_common(_CANDIDATES):
         is_same = [a == b for a, b in zip(items, items[period:], strict=False)]
         start, length = _longest_run(is_same)
-        if length >= period and length + period > best.length:
+        if length >= period and length + period > (best.length if best else 0):
             best = Stretch(start, length + period, period)
-    if not best.length:
-        raise PassError("the graph does not repeat")
     return best
 
 
