@@ -373,14 +373,16 @@ class _Values:
         """The value of `node`, over again in a copy, and as a view of what `new` reads where it is
         one of what `node` reads."""
         value = graph.fake_value(node)
-        tensors = list(graph.tensors_of(value))
+        storages = [graph.storage_of(tensor) for tensor in graph.tensors_of(value)]
         bases: dict[int, torch.Tensor] = {}
-        for old, its in zip(node.all_input_nodes, new.all_input_nodes, strict=True) if tensors else ():
-            mine, other = graph.fake_value(old), graph.fake_value(its)
-            if mine is not other:
-                pairs = zip(graph.tensors_of(mine), graph.tensors_of(other), strict=True)
-                bases |= {graph.storage_of(a): b for a, b in pairs}
-        if not is_copy and all(graph.storage_of(tensor) not in bases for tensor in tensors):
+        for old, its in zip(node.all_input_nodes, new.all_input_nodes, strict=True):
+            pairs = zip(
+                graph.tensors_of(graph.fake_value(old)),
+                graph.tensors_of(graph.fake_value(its)),
+                strict=True,
+            )
+            bases |= {graph.storage_of(a): b for a, b in pairs}
+        if not is_copy and all(graph.storage_of(bases[s]) == s for s in storages if s in bases):
             return value
 
         def copy(value: Any) -> Any:
@@ -396,13 +398,16 @@ class _Values:
             return copy(value)
 
     def _tensor(self, tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
-        base = bases.get(graph.storage_of(tensor))
+        storage = graph.storage_of(tensor)
+        base = bases.get(storage)
+        if base is not None and graph.storage_of(base) == storage:
+            return tensor  # of a value that all layers share
         if base is not None:
             return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         new = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
         )
-        bases[graph.storage_of(tensor)] = new
+        bases[storage] = new
         return new
 
 
