@@ -102,6 +102,14 @@ def set_dynamo_flags() -> None:
 set_dynamo_flags()
 
 
+def mark_sizes_dynamic(inputs: Sequence[Any]) -> None:
+    """Have the first capture make the sizes of the data symbolic, where no restart is needed."""
+    for value in inputs:
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if _may_become_symbolic(value, dim, size):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+
+
 def _restart_with_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Mark every size of the data dynamic and have Dynamo capture again, once per input.
 

@@ -239,6 +239,42 @@ def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
         cursor = node
 
 
+class Snapshot:
+    """A graph as it is now, cheap to take: to compare with, and to build again, later on."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._nodes = {
+            node: (node.op, node.target, node.args, node.kwargs, fake_value(node), dict(node.meta))
+            for node in gm.graph.nodes
+        }
+
+    def has_same_nodes(self, gm: fx.GraphModule, in_order: bool) -> bool:
+        """Whether `gm` is known to have the very nodes, each with the very call and value; False
+        may also be said of nodes that were made again."""
+        nodes = list(gm.graph.nodes)
+        is_same = list(self._nodes) == nodes if in_order else self._nodes.keys() == set(nodes)
+        return is_same and all(
+            a is b
+            for node in nodes
+            for a, b in zip(
+                self._nodes[node],
+                (node.op, node.target, node.args, node.kwargs, fake_value(node)),
+                strict=False,
+            )
+        )
+
+    def restored(self) -> fx.GraphModule:
+        """The graph as it was, of nodes of its own."""
+        copy = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node, (op, target, args, kwargs, _, meta) in self._nodes.items():
+            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)  # pyright: ignore
+            copies[node] = copy.create_node(op, target, args, kwargs, node.name, node.type)
+            copies[node].meta = meta
+        return fx.GraphModule(self._gm, copy)
+
+
 def infer_fake_value(node: fx.Node) -> None:
     """Compute and record the fake value of a new call from those of its operands."""
     values = fx.map_arg((node.args, node.kwargs), fake_value)

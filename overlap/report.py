@@ -7,6 +7,7 @@ what a link recorded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -19,7 +20,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from overlap import backend, compilation, cost, graph
+from overlap import backend, compilation, cost, graph, shallow
 from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
 from overlap.config import Config
 from overlap.errors import ConfigError, OverlapError
@@ -323,6 +324,37 @@ def compile_only(
     finally:
         torch.compiler.reset()
     raise ConfigError("nothing was captured: the target runs no tensor operator")
+
+
+def compile_repeated(model: nn.Module, inputs: Sequence[Any], config: Config) -> Compilation:
+    """The same for a training step of a deep model whose equal layers are traced once; with all
+    that was decided. What was compiled does not run.
+
+    Raises ConfigError if the model has no equal layers in a row, PassError if they are not called
+    alike, or their graphs do not repeat.
+    """
+    run = shallow.longest_run(model)
+    if run is None:
+        raise ConfigError(f"the model has no more than {shallow.KEPT} equal layers in a row")
+    shallow.check_uniform(model, run, inputs)
+    failed: list[OverlapError] = []
+
+    def compile_deeper(gm: Any, example_inputs: Sequence[Any]) -> Any:
+        try:
+            backend.compile_deeper(gm, example_inputs, config, run.length - shallow.KEPT)
+        except OverlapError as error:  # Dynamo would wrap it
+            failed.append(error)
+            raise backend.Unrolled from error
+
+    torch.compiler.reset()
+    num_known = len(compilation.records())
+    backend.mark_sizes_dynamic(inputs)
+    with shallow.shortened(run), contextlib.suppress(backend.Unrolled):
+        torch.compile(model, backend=compile_deeper, fullgraph=True)(*inputs)
+    torch.compiler.reset()
+    if failed:
+        raise failed[0]
+    return compilation.records()[num_known]
 
 
 class _Stopped(BaseException):
