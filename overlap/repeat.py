@@ -81,7 +81,8 @@ def unroll(
     behind.find_saved(ahead)
     behind.find_calls(are_inputs_known=True)
     behind.pair_results(ahead)
-    graphs = _Unroller(ahead, extra).run(), _Unroller(behind, extra).run()
+    first = _Unroller(ahead, extra)
+    graphs = first.run(), _Unroller(behind, extra, first).run()
     for gm, unrolled in zip((forward, backward), graphs, strict=True):
         gm.graph = unrolled
 
@@ -90,6 +91,8 @@ class _Sequences:
     """The inputs, calls and results of one graph, and where each of them repeats.
 
     places: which item of which stretch a node is; nodes that all layers share have none.
+    shifts: per call outside of every stretch, whether it belongs behind the last layer.
+    saved: of a backward graph, the forward node that an input is the value of.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -104,6 +107,7 @@ class _Sequences:
         self.places: dict[fx.Node, _Place] = {}
         self.body_stretches: list[Stretch] = []
         self.shifts: dict[int, bool] = {}
+        self.saved: dict[fx.Node, fx.Node] = {}
         if any(node.op == "placeholder" for node in self.body):
             raise PassError("the inputs of the graph do not come first")
 
@@ -236,7 +240,8 @@ class _Sequences:
     def find_saved(self, ahead: _Sequences) -> None:
         """Pair the inputs of a backward graph as the nodes of the forward graph that they are."""
         by_name = {node.name: node for node in ahead.gm.graph.nodes}
-        places = [ahead.places.get(by_name.get(node.name, node)) for node in self.inputs]
+        self.saved = {n: by_name[n.name] for n in self.inputs if n.name in by_name}
+        places = [ahead.places.get(self.saved.get(node, node)) for node in self.inputs]
         self.input_stretches = _runs(_partners(places))
         self._place(self.inputs, self.input_stretches)
         for node, place in zip(self.inputs, places, strict=True):
@@ -292,8 +297,8 @@ class _Unroller:
     shared: new nodes of those that are outside of every stretch.
     """
 
-    def __init__(self, old: _Sequences, extra: int) -> None:
-        self.old, self.extra = old, extra
+    def __init__(self, old: _Sequences, extra: int, ahead: _Unroller | None = None) -> None:
+        self.old, self.extra, self.ahead = old, extra, ahead
         self.graph = fx.Graph()
         self.shared: dict[fx.Node, fx.Node] = {}
         self.values = _Values(old.gm)
@@ -308,14 +313,14 @@ class _Unroller:
         results: list[Any] = []
         for i, shift, _ in _unrolled(len(old.results), old.result_stretches, self.extra):
             result = old.results[i]
-            results.append(self._at(result, shift) if isinstance(result, fx.Node) else result)
+            results.append(self.at(result, shift) if isinstance(result, fx.Node) else result)
         output = self.graph.output(tuple(results))
         graph.copy_facts(old.output, output)
         return self.graph
 
     def _emit(self, node: fx.Node, shift: int, is_copy: bool) -> None:
         def operand(source: fx.Node) -> fx.Node:
-            return self._at(source, shift)
+            return self.at(source, shift)
 
         new = self.graph.create_node(
             node.op,
@@ -328,7 +333,10 @@ class _Unroller:
         if node.op == "placeholder":
             new.target = new.name
         graph.copy_facts(node, new)
-        if graph.fake_value(node) is not None:
+        if self.ahead and node in self.old.saved:
+            source = self.ahead.at(self.old.saved[node], shift)
+            graph.set_fake_value(new, graph.fake_value(source))
+        elif graph.fake_value(node) is not None:
             graph.set_fake_value(new, self.values.value(node, new, is_copy))
         place = self.old.places.get(node)
         if place:
@@ -336,7 +344,7 @@ class _Unroller:
         else:
             self.shared[node] = new
 
-    def _at(self, node: fx.Node, shift: int) -> fx.Node:
+    def at(self, node: fx.Node, shift: int) -> fx.Node:
         place = self.old.places.get(node)
         if place is None:
             return self.shared[node]
