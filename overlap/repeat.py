@@ -173,7 +173,7 @@ class _Sequences:
             found = narrowed
 
     def _may_pair(self, a: fx.Node, b: fx.Node, _: int) -> bool:
-        return a is b or (a.op == b.op == "placeholder" and _type_of(a) == _type_of(b))
+        return a is b or (a.op == b.op == "placeholder" and type_of(a) == type_of(b))
 
     def _is_pair(self, a: fx.Node, b: fx.Node, step: int) -> bool:
         if a is b:
@@ -433,7 +433,7 @@ def _signature(node: fx.Node) -> Any:
     """What a node does, whatever it does it to."""
     args = node.args[:1] if graph.is_call(node, *graph.ASSERTIONS) else node.args
     tag = graph.tag_of(node)
-    return node.op, node.target, _shown(args), _shown(node.kwargs), _type_of(node), tag
+    return node.op, node.target, _shown(args), _shown(node.kwargs), type_of(node), tag
 
 
 def _shown(value: Any) -> str:
@@ -448,7 +448,8 @@ class _Hole:
 _HOLE: Any = _Hole()
 
 
-def _type_of(node: fx.Node) -> str:
+def type_of(node: fx.Node) -> str:
+    """Dtype, sizes and device of the tensors that a node stands for; symbolic sizes are alike."""
     return _type(graph.fake_value(node))
 
 
