@@ -39,6 +39,7 @@ class Stretch:
 
     step: 1 where a later layer comes later in the sequence, -1 where it comes earlier.
     new: the items that the unrolled sequence has in its place.
+    entries: what the first layer reads where others read of the one before; by offset, below 0.
     """
 
     start: int
@@ -46,6 +47,7 @@ class Stretch:
     period: int
     step: int = 1
     new: list[fx.Node] = dataclasses.field(default_factory=list[fx.Node])
+    entries: dict[fx.Node, int] = dataclasses.field(default_factory=dict[fx.Node, int])
 
     @property
     def cut(self) -> int:
@@ -151,14 +153,19 @@ class _Sequences:
         position = {node: i for i, node in enumerate(self.body)}
         while True:
             start, end, period = found.start, found.end, found.period
+            entries: dict[fx.Node, int] = {}
 
             def is_own(node: fx.Node) -> bool:
                 return node in position and start <= position[node] < end
 
             def agrees(a: fx.Node, b: fx.Node) -> bool:
+                if is_own(b) and is_own(a):
+                    return position[b] - position[a] == period
                 if is_own(b):
-                    return a in position and position[b] - position[a] == period
-                return not is_own(a) and is_pair(a, b, step)
+                    offset = position[b] - start - period
+                    is_like = offset < 0 and type_of(a) == type_of(b) and a not in self.places
+                    return is_like and entries.setdefault(a, offset) == offset
+                return not is_own(a) and a not in entries and is_pair(a, b, step)
 
             def reads_alike(at: int) -> bool:
                 one, other = _operands(self.body[at]), _operands(self.body[at + period])
@@ -167,7 +174,7 @@ class _Sequences:
             first, length = _longest_run([reads_alike(at) for at in range(start, end - period)])
             if length < period:
                 raise PassError("the layers of the graph do not repeat: they read different values")
-            narrowed = Stretch(start + first, length + period, period, step)
+            narrowed = Stretch(start + first, length + period, period, step, entries=entries)
             if narrowed.length == found.length:
                 return narrowed
             found = narrowed
@@ -289,6 +296,8 @@ class _Sequences:
         for stretch in stretches:
             for offset in range(stretch.length):
                 self.places[items[stretch.start + offset]] = stretch, offset
+            for node, offset in stretch.entries.items():
+                self.places[node] = stretch, offset
 
 
 class _Unroller:
@@ -297,8 +306,10 @@ class _Unroller:
     shared: new nodes of those that are outside of every stretch.
     """
 
-    def __init__(self, old: _Sequences, extra: int, ahead: _Unroller | None = None) -> None:
-        self.old, self.extra, self.ahead = old, extra, ahead
+    def __init__(
+        self, old: _Sequences, extra: int, ahead: _Unroller | None = None
+    ) -> None:
+        self.old, self.extra, self.ahead = old, extra, ahead or self
         self.graph = fx.Graph()
         self.shared: dict[fx.Node, fx.Node] = {}
         self.values = _Values(old.gm)
@@ -313,7 +324,8 @@ class _Unroller:
         results: list[Any] = []
         for i, shift, _ in _unrolled(len(old.results), old.result_stretches, self.extra):
             result = old.results[i]
-            results.append(self.at(result, shift) if isinstance(result, fx.Node) else result)
+            is_node = isinstance(result, fx.Node)
+            results.append(self.at(result, shift) if is_node else result)
         output = self.graph.output(tuple(results))
         graph.copy_facts(old.output, output)
         return self.graph
@@ -322,24 +334,24 @@ class _Unroller:
         def operand(source: fx.Node) -> fx.Node:
             return self.at(source, shift)
 
+        source = self.ahead.at(self.old.saved[node], shift) if node in self.old.saved else None
         new = self.graph.create_node(
             node.op,
             node.target,
             fx.map_arg(node.args, operand),
             fx.map_arg(node.kwargs, operand),
-            node.name,
+            source.name if source else node.name,
             node.type,
         )
         if node.op == "placeholder":
             new.target = new.name
         graph.copy_facts(node, new)
-        if self.ahead and node in self.old.saved:
-            source = self.ahead.at(self.old.saved[node], shift)
+        if source:
             graph.set_fake_value(new, graph.fake_value(source))
         elif graph.fake_value(node) is not None:
             graph.set_fake_value(new, self.values.value(node, new, is_copy))
         place = self.old.places.get(node)
-        if place:
+        if place and place[1] >= 0:
             place[0].new.append(new)
         else:
             self.shared[node] = new
@@ -349,7 +361,8 @@ class _Unroller:
         if place is None:
             return self.shared[node]
         stretch, offset = place
-        return stretch.new[stretch.offset(offset, shift, self.extra)]
+        offset = stretch.offset(offset, shift, self.extra)
+        return stretch.new[offset] if offset >= 0 else self.shared[node]
 
 
 def _unrolled(
