@@ -94,6 +94,13 @@ def set_fake_value(node: fx.Node, value: Any) -> None:
         node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
+def copy_type(source: fx.Node, target: fx.Node, value: Any) -> None:
+    """Record a fake value of the very type of that of `source`."""
+    target.meta["val"] = value
+    if "tensor_meta" in source.meta:
+        target.meta["tensor_meta"] = source.meta["tensor_meta"]
+
+
 def copy_facts(source: fx.Node, target: fx.Node) -> None:
     """Give `target` what is known about `source`: origin, tags, policies; not its value."""
     for key, value in source.meta.items():

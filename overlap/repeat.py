@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 
 from overlap import graph
 from overlap.errors import PassError
@@ -347,9 +348,9 @@ class _Unroller:
             new.target = new.name
         graph.copy_facts(node, new)
         if source:
-            graph.set_fake_value(new, graph.fake_value(source))
+            graph.copy_type(node, new, graph.fake_value(source))
         elif graph.fake_value(node) is not None:
-            graph.set_fake_value(new, self.values.value(node, new, is_copy))
+            graph.copy_type(node, new, self.values.value(node, new, is_copy))
         place = self.old.places.get(node)
         if place and place[1] >= 0:
             place[0].new.append(new)
@@ -415,21 +416,21 @@ class _Values:
                 case _:
                     return value
 
-        with self.mode, torch.no_grad():
-            return copy(value)
+        return copy(value)
 
     def _tensor(self, tensor: torch.Tensor, bases: dict[int, torch.Tensor]) -> torch.Tensor:
         storage = graph.storage_of(tensor)
         base = bases.get(storage)
         if base is not None and graph.storage_of(base) == storage:
             return tensor  # of a value that all layers share
-        if base is not None:
-            return base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-        new = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
-        bases[storage] = new
-        return new
+        size, stride = tensor.size(), tensor.stride()
+        with no_dispatch():  # the result is known: there is nothing to infer
+            if base is not None:
+                new = base.as_strided(size, stride, tensor.storage_offset())
+            else:
+                new = torch.empty_strided(size, stride, dtype=tensor.dtype, device="meta")
+        bases[storage] = FakeTensor(self.mode, new, tensor.device)
+        return bases[storage]
 
 
 # --- sequences that repeat ------------------------------------------------------------------------
