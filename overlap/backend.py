@@ -33,6 +33,7 @@ from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
 from overlap.pipeline import Context, run
+from overlap.repeat import More
 from overlap.runtime import agree, detect, groups
 
 _FLAGS = ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")
@@ -64,15 +65,15 @@ class Unrolled(BaseException):
 
 
 def compile_deeper(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, extra: int
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, more: More
 ) -> None:
-    """Compile the program that has `extra` more of the equal layers that `gm` repeats, and raise
-    Unrolled when that is done. Raises PassError if the graphs of `gm` do not repeat."""
+    """Compile the program that has more of the equal layers that `gm` repeats, and raise Unrolled
+    when that is done. Raises PassError if the graphs of `gm` do not repeat."""
     _unify_sizes(gm)
     began = time.perf_counter()
     record = Compilation.begin(config, example_inputs, agree.structure_of(gm))
     try:
-        _compile(gm, example_inputs, record, extra)
+        _compile(gm, example_inputs, record, more)
     finally:
         record.compile_s = time.perf_counter() - began
     raise PassError("a deeper program needs slices and a backward; this one has none")
@@ -183,7 +184,7 @@ def _cap_bytes(budget: int | float | None, base_bytes: int) -> int | None:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation, extra: int = 0
+    gm: fx.GraphModule, example_inputs: Sequence[Any], record: Compilation, more: More | None = None
 ) -> Callable[..., Any]:
     ctx = Context(record.config, groups.size_of, remarks=record.remarks)
     profile = detect.profile(record.config.hardware, _device_of(example_inputs))
@@ -199,8 +200,8 @@ def _compile(
         program,
         example_inputs,
         functools.partial(_compile_graph, session),
-        functools.partial(_partition_deeper, session, extra)
-        if extra
+        functools.partial(_partition_deeper, session, more)
+        if more
         else functools.partial(_partition, session),
     )
 
@@ -274,12 +275,12 @@ def _parts_of(
 
 
 def _partition_deeper(
-    session: _Session, extra: int, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
+    session: _Session, more: More, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
 ) -> Any:
-    """Compile the graphs of the program with `extra` more layers. AOTAutograd knows nothing of
+    """Compile the graphs of the program with more layers. AOTAutograd knows nothing of
     those layers, so it is left at once."""
     parts = _parts_of(session, joint_gm, joint_inputs, **options)
-    repeat.unroll(*parts, options["num_fwd_outputs"], extra)
+    repeat.unroll(*parts, options["num_fwd_outputs"], more)
     session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
     for kind, part in zip(("forward", "backward"), parts, strict=True):
         session.final(kind, part, session.record.base_peak_bytes)

@@ -9,8 +9,8 @@ other one reads from its own, from its own parameters and from nothing else but 
 layers share, the next equal layer would trace to the same again: the graph of a deeper model is the
 same sequence with more repetitions. The sequence need not begin where a layer begins.
 
-Everything is proven on the graphs; a graph that does not repeat, or in which a value of one layer is
-read by more than its neighbour, is a PassError.
+Everything is proven on the graphs; a graph that does not repeat, or in which a value of one layer
+is read by more than its neighbour, is a PassError.
 
 Symbols of sizes that the data decides are those of the layer that was copied.
 """
@@ -66,26 +66,39 @@ class Stretch:
 
 
 _Place = tuple[Stretch, int]
+_PairCheck = Callable[[fx.Node, fx.Node, int], bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class More:
+    """How many more equal layers a program has, and how many inputs each of them is given: its
+    parameters and buffers."""
+
+    layers: int
+    num_inputs: int
 
 
 def unroll(
-    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, extra: int
+    forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, more: More
 ) -> None:
-    """Make both graphs, as autograd and the partitioner leave them, those of a program with `extra`
-    more layers, in place. Raises PassError, with the graphs untouched, if they do not repeat.
+    """Make both graphs, as autograd and the partitioner leave them, those of a program with more
+    layers, in place. Raises PassError, with the graphs untouched, if they do not repeat.
 
     forward: takes parameters and inputs; returns its own results, then what is saved.
     backward: takes what is saved and the tangents; returns a gradient for every input of `forward`.
     """
     ahead = _Sequences(forward)
     ahead.find_calls(are_inputs_known=False)
+    num_inputs = sum(stretch.period for stretch in ahead.input_stretches)
+    if num_inputs != more.num_inputs:
+        raise PassError(f"a layer has {more.num_inputs} inputs, and {num_inputs} repeat")
     ahead.find_results((num_forward_outputs,))
     behind = _Sequences(backward)
     behind.find_saved(ahead)
     behind.find_calls(are_inputs_known=True)
     behind.pair_results(ahead)
-    first = _Unroller(ahead, extra)
-    graphs = first.run(), _Unroller(behind, extra, first).run()
+    first = _Unroller(ahead, more.layers)
+    graphs = first.run(), _Unroller(behind, more.layers, first).run()
     for gm, unrolled in zip((forward, backward), graphs, strict=True):
         gm.graph = unrolled
 
@@ -146,39 +159,43 @@ class _Sequences:
         calls = self.body[stretch.start : stretch.start + stretch.period]
         return any(source in self.places for node in calls for source in _operands(node))
 
-    def _narrowed(
-        self, found: Stretch, step: int, is_pair: Callable[[Any, Any, int], bool]
-    ) -> Stretch:
+    def _narrowed(self, found: Stretch, step: int, is_pair: _PairCheck) -> Stretch:
         """The part of a stretch in which every node reads what its image one period on reads,
         one layer on."""
-        position = {node: i for i, node in enumerate(self.body)}
         while True:
-            start, end, period = found.start, found.end, found.period
-            entries: dict[fx.Node, int] = {}
-
-            def is_own(node: fx.Node) -> bool:
-                return node in position and start <= position[node] < end
-
-            def agrees(a: fx.Node, b: fx.Node) -> bool:
-                if is_own(b) and is_own(a):
-                    return position[b] - position[a] == period
-                if is_own(b):
-                    offset = position[b] - start - period
-                    is_like = offset < 0 and type_of(a) == type_of(b) and a not in self.places
-                    return is_like and entries.setdefault(a, offset) == offset
-                return not is_own(a) and a not in entries and is_pair(a, b, step)
-
-            def reads_alike(at: int) -> bool:
-                one, other = _operands(self.body[at]), _operands(self.body[at + period])
-                return len(one) == len(other) and all(map(agrees, one, other))
-
-            first, length = _longest_run([reads_alike(at) for at in range(start, end - period)])
-            if length < period:
-                raise PassError("the layers of the graph do not repeat: they read different values")
-            narrowed = Stretch(start + first, length + period, period, step, entries=entries)
+            narrowed = self._narrowed_once(found, step, is_pair)
             if narrowed.length == found.length:
                 return narrowed
             found = narrowed
+
+    def _narrowed_once(self, found: Stretch, step: int, is_pair: _PairCheck) -> Stretch:
+        position = {node: i for i, node in enumerate(self.body)}
+        start, end, period = found.start, found.end, found.period
+        entries: dict[fx.Node, int] = {}
+
+        def is_own(node: fx.Node) -> bool:
+            return node in position and start <= position[node] < end
+
+        def agrees(a: fx.Node, b: fx.Node) -> bool:
+            if is_own(b) and is_own(a):
+                return position[b] - position[a] == period
+            if is_own(b):
+                offset = position[b] - start - period
+                is_like = offset < 0 and type_of(a) == type_of(b) and a not in self.places
+                return is_like and entries.setdefault(a, offset) == offset
+            return not is_own(a) and a not in entries and is_pair(a, b, step)
+
+        def reads_alike(at: int) -> bool:
+            one, other = _operands(self.body[at]), _operands(self.body[at + period])
+            return len(one) == len(other) and all(map(agrees, one, other))
+
+        for _ in range(2):  # once to know the entries, once to decide
+            is_alike = [reads_alike(at) for at in range(start, end - period)]
+        first, length = _longest_run(is_alike)
+        if length < period:
+            raise PassError("the layers of the graph do not repeat: they read different values")
+        entries = {node: offset - first for node, offset in entries.items() if offset < first}
+        return Stretch(start + first, length + period, period, step, entries=entries)
 
     def _may_pair(self, a: fx.Node, b: fx.Node, _: int) -> bool:
         return a is b or (a.op == b.op == "placeholder" and type_of(a) == type_of(b))
@@ -198,7 +215,9 @@ class _Sequences:
         borders = [(0, 0, None), *((s.start, s.end, s) for s in self.body_stretches)]
         borders.append((len(self.body), len(self.body), None))
         for (_, begin, before), (end, _, behind) in itertools.pairwise(borders):
-            sides = [s for s in (behind and behind.step < 0, before and before.step > 0) if s is not None]
+            sides = [
+                s for s in (behind and behind.step < 0, before and before.step > 0) if s is not None
+            ]
             for at in range(begin, end):
                 fits = [bool(s) for s in sides if self._is_near(self.body[at], is_late=bool(s))]
                 if not fits:
@@ -307,9 +326,7 @@ class _Unroller:
     shared: new nodes of those that are outside of every stretch.
     """
 
-    def __init__(
-        self, old: _Sequences, extra: int, ahead: _Unroller | None = None
-    ) -> None:
+    def __init__(self, old: _Sequences, extra: int, ahead: _Unroller | None = None) -> None:
         self.old, self.extra, self.ahead = old, extra, ahead or self
         self.graph = fx.Graph()
         self.shared: dict[fx.Node, fx.Node] = {}

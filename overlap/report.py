@@ -25,6 +25,7 @@ from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
 from overlap.config import Config
 from overlap.errors import ConfigError, OverlapError
 from overlap.pipeline import Remark
+from overlap.repeat import More
 from overlap.runtime.link import Record, Recording
 from overlap.simulate import Timeline
 from overlap.tables import Grid, megabytes, ms, percent
@@ -340,8 +341,11 @@ def compile_repeated(model: nn.Module, inputs: Sequence[Any], config: Config) ->
     failed: list[OverlapError] = []
 
     def compile_deeper(gm: Any, example_inputs: Sequence[Any]) -> Any:
+        own = {id(tensor) for tensor in shallow.tensors_of(run.modules[0])}
+        num_inputs = sum(id(value) in own for value in example_inputs)
+        more = More(run.length - shallow.KEPT, num_inputs)
         try:
-            backend.compile_deeper(gm, example_inputs, config, run.length - shallow.KEPT)
+            backend.compile_deeper(gm, example_inputs, config, more)
         except OverlapError as error:  # Dynamo would wrap it
             failed.append(error)
             raise backend.Unrolled from error

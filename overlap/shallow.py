@@ -98,13 +98,18 @@ def _type(tensor: Tensor) -> Any:
     )  # fmt: skip
 
 
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Its parameters and buffers."""
+    return [*module.parameters(), *module.buffers()]
+
+
 def _owns_its_tensors(model: nn.Module, run: Run) -> bool:
     """Whether each tensor of the run's layers is one layer's alone."""
     owners: dict[int, int] = {}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             owners[id(tensor)] = owners.get(id(tensor), 0) + (tensor is not None)
-    tensors = [t for m in run.modules for t in (*m.parameters(), *m.buffers())]
+    tensors = [tensor for module in run.modules for tensor in tensors_of(module)]
     return all(owners[id(tensor)] == 1 for tensor in tensors)
 
 
@@ -177,7 +182,9 @@ class _Recorder(TorchDispatchMode):
             raise PassError("a layer does not get the result of the one before it")
         if self.result is None:
             self.shared = leaves
-        same = [a is b or _is_equal_constant(a, b) for a, b in zip(leaves, self.shared, strict=True)]
+        same = [
+            a is b or _is_equal_constant(a, b) for a, b in zip(leaves, self.shared, strict=True)
+        ]
         if not all(same[1:]):
             raise PassError("the layers get different arguments")
         self.result = leaves[0].clone()
