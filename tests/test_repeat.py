@@ -192,13 +192,20 @@ def sharing(gm: fx.GraphModule) -> list[int]:
 
 
 def test_refuses_a_value_that_is_collected_from_every_layer() -> None:
-    with pytest.raises(PassError, match="repeat"):
+    with pytest.raises(PassError, match="stack reads values of several layers"):
         unrolled(4, 2, collecting)
 
 
 def test_refuses_layers_that_read_different_values() -> None:
     with pytest.raises(PassError, match="repeat"):
         unrolled(3, 2, alternating)
+
+
+def test_refuses_a_period_that_is_not_a_layer() -> None:
+    parts = parts_of(Stack(4), torch.rand(4, WIDTH))
+    more = repeat.More(1, num_inputs=2 * NUM_TENSORS)
+    with pytest.raises(PassError, match="a layer has 8 inputs, and 4 repeat"):
+        repeat.unroll(parts.forward, parts.backward, parts.num_results, more)
 
 
 def test_refuses_a_graph_that_does_not_repeat() -> None:
