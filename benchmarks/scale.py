@@ -96,8 +96,9 @@ def whole_model() -> dict[str, Any]:
     begin_s = time.process_time()
     with fake_world(EXPERT_RANKS):
         with torch.device("meta"):
-            model = LossModel(DeepSeekV3(DeepSeekV3Config.v3_671b(), dist.group.WORLD))
-            tokens = torch.zeros(NUM_SLICES, model.model.config.max_seq, dtype=torch.int64)
+            sizes = DeepSeekV3Config.v3_671b()
+            model = LossModel(DeepSeekV3(sizes, dist.group.WORLD))
+            tokens = torch.zeros(NUM_SLICES, sizes.max_seq, dtype=torch.int64)
         config = Config(slices=NUM_SLICES, hardware="h100")
         compiled = compile_repeated(model, (tokens, tokens.clone()), config)
     scheduled = [one.scheduled for one in compiled.graphs if one.scheduled]

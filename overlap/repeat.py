@@ -189,9 +189,10 @@ class _Sequences:
             one, other = _operands(self.body[at]), _operands(self.body[at + period])
             return len(one) == len(other) and all(map(agrees, one, other))
 
-        for _ in range(2):  # once to know the entries, once to decide
-            is_alike = [reads_alike(at) for at in range(start, end - period)]
-        first, length = _longest_run(is_alike)
+        pairs = range(start, end - period)
+        for at in pairs:
+            reads_alike(at)  # to know the entries
+        first, length = _longest_run([reads_alike(at) for at in pairs])
         if length < period:
             raise PassError("the layers of the graph do not repeat: they read different values")
         entries = {node: offset - first for node, offset in entries.items() if offset < first}
@@ -268,7 +269,10 @@ class _Sequences:
         """Pair the inputs of a backward graph as the nodes of the forward graph that they are."""
         by_name = {node.name: node for node in ahead.gm.graph.nodes}
         self.saved = {n: by_name[n.name] for n in self.inputs if n.name in by_name}
-        places = [ahead.places.get(self.saved.get(node, node)) for node in self.inputs]
+        places = [
+            ahead.places.get(self.saved[node]) if node in self.saved else None
+            for node in self.inputs
+        ]
         self.input_stretches = _runs(_partners(places))
         self._place(self.inputs, self.input_stretches)
         for node, place in zip(self.inputs, places, strict=True):
