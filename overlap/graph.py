@@ -156,6 +156,40 @@ def module_path(node: fx.Node) -> str:
     return path.replace("..", ".").strip(".")
 
 
+class Renumbering:
+    """Other indices of the modules of one list, for nodes that stand for modules further down it.
+
+    path: of the list, as `model.layers`; first: the index from which on modules are renumbered.
+    """
+
+    def __init__(self, path: str, first: int) -> None:
+        separator = r"\W+(?:_modules\W+)?"
+        names = separator.join(map(re.escape, path.split(".")))
+        self._index = re.compile(rf"(\b{names}{separator})(\d+)\b")
+        self._first = first
+        self._known: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def apply(self, node: fx.Node, shift: int) -> None:
+        """Let `node` come from modules `shift` further down the list."""
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            stack = node.meta.get(key)
+            if stack and shift:
+                known = (id(stack), shift)
+                if known not in self._known:
+                    self._known[known] = {
+                        name: (self._shifted(path, shift), *rest)
+                        for name, (path, *rest) in stack.items()
+                    }
+                node.meta[key] = self._known[known]
+
+    def _shifted(self, path: str, shift: int) -> str:
+        def shifted(match: re.Match[str]) -> str:
+            index = int(match[2])
+            return match[1] + str(index + shift if index >= self._first else index)
+
+        return self._index.sub(shifted, path, count=1)
+
+
 def is_module_state(placeholder: fx.Node) -> bool:
     """Whether a Dynamo placeholder is a parameter or buffer rather than data. Names are unreliable
     (they follow the user's argument names); the guard source says it."""

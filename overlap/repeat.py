@@ -71,11 +71,17 @@ _PairCheck = Callable[[fx.Node, fx.Node, int], bool]
 
 @dataclasses.dataclass(frozen=True)
 class More:
-    """How many more equal layers a program has, and how many inputs each of them is given: its
-    parameters and buffers."""
+    """What a deeper program has more.
+
+    layers: how many more equal layers.
+    num_inputs: how many inputs each of them is given, its parameters and buffers.
+    path, first: of the list of modules that they are in, and where in it they begin.
+    """
 
     layers: int
     num_inputs: int
+    path: str
+    first: int = 0
 
 
 def unroll(
@@ -97,8 +103,8 @@ def unroll(
     behind.find_saved(ahead)
     behind.find_calls(are_inputs_known=True)
     behind.pair_results(ahead)
-    first = _Unroller(ahead, more.layers)
-    graphs = first.run(), _Unroller(behind, more.layers, first).run()
+    first = _Unroller(ahead, more)
+    graphs = first.run(), _Unroller(behind, more, first).run()
     for gm, unrolled in zip((forward, backward), graphs, strict=True):
         gm.graph = unrolled
 
@@ -330,8 +336,9 @@ class _Unroller:
     shared: new nodes of those that are outside of every stretch.
     """
 
-    def __init__(self, old: _Sequences, extra: int, ahead: _Unroller | None = None) -> None:
-        self.old, self.extra, self.ahead = old, extra, ahead or self
+    def __init__(self, old: _Sequences, more: More, ahead: _Unroller | None = None) -> None:
+        self.old, self.extra, self.ahead = old, more.layers, ahead or self
+        self.modules = graph.Renumbering(more.path, more.first)
         self.graph = fx.Graph()
         self.shared: dict[fx.Node, fx.Node] = {}
         self.values = _Values(old.gm)
@@ -368,6 +375,7 @@ class _Unroller:
         if node.op == "placeholder":
             new.target = new.name
         graph.copy_facts(node, new)
+        self.modules.apply(new, shift)
         if source:
             graph.copy_type(node, new, graph.fake_value(source))
         elif graph.fake_value(node) is not None:

@@ -343,7 +343,7 @@ def compile_repeated(model: nn.Module, inputs: Sequence[Any], config: Config) ->
     def compile_deeper(gm: Any, example_inputs: Sequence[Any]) -> Any:
         own = {id(tensor) for tensor in shallow.tensors_of(run.modules[0])}
         num_inputs = sum(id(value) in own for value in example_inputs)
-        more = More(run.length - shallow.KEPT, num_inputs)
+        more = More(run.length - shallow.KEPT, num_inputs, run.path, run.first)
         try:
             backend.compile_deeper(gm, example_inputs, config, more)
         except OverlapError as error:  # Dynamo would wrap it

@@ -121,7 +121,7 @@ def parts_of(model: nn.Module, x: Tensor) -> Parts:
 
 def unrolled(num_layers: int, extra: int, run: Any = plain) -> Parts:
     parts = parts_of(Stack(num_layers, run), torch.rand(4, WIDTH))
-    more = repeat.More(extra, num_inputs=NUM_TENSORS)
+    more = repeat.More(extra, NUM_TENSORS, "layers")
     repeat.unroll(parts.forward, parts.backward, parts.num_results, more)
     return parts
 
@@ -147,6 +147,14 @@ def test_unrolled_graphs_are_those_traced_in_full(extra: int) -> None:
     full = parts_of(Stack(3 + extra), torch.rand(4, WIDTH))
     assert shape_of(short.forward) == shape_of(full.forward)
     assert shape_of(short.backward) == shape_of(full.backward)
+
+
+def test_calls_come_from_the_modules_of_the_deep_model() -> None:
+    short, full = unrolled(3, 2), parts_of(Stack(5), torch.rand(4, WIDTH))
+    for mine, its in ((short.forward, full.forward), (short.backward, full.backward)):
+        paths = [graph.module_path(node) for node in mine.graph.nodes]
+        assert paths == [graph.module_path(node) for node in its.graph.nodes]
+        assert "layers.4.up" in paths
 
 
 def test_unrolled_graphs_compute_what_the_deep_model_does() -> None:
@@ -203,7 +211,7 @@ def test_refuses_layers_that_read_different_values() -> None:
 
 def test_refuses_a_period_that_is_not_a_layer() -> None:
     parts = parts_of(Stack(4), torch.rand(4, WIDTH))
-    more = repeat.More(1, num_inputs=2 * NUM_TENSORS)
+    more = repeat.More(1, 2 * NUM_TENSORS, "layers")
     with pytest.raises(PassError, match="a layer has 8 inputs, and 4 repeat"):
         repeat.unroll(parts.forward, parts.backward, parts.num_results, more)
 
