@@ -11,7 +11,7 @@ peak in program order.
 Times are seconds: `capture_s` to trace the model, `extract_s` from the graph to costs and a
 program, `seconds` to schedule it.
 
-671B is one rank of 64 that share the experts, on meta tensors: 61 layers, forward and backward,
+671B is one rank of 64 that share the experts, of fake tensors: 61 layers, forward and backward,
 captured with symbolic sizes, sliced in two, scheduled and legalized in this process, its equal
 layers traced once. `cpu_s` is what all of that takes of one core, `rss_mb` the most memory that the
 process had until then.
@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks.schedules import report
@@ -95,8 +96,8 @@ def whole_model() -> dict[str, Any]:
     """The published model: what compiling all of it takes, and what its schedules are worth."""
     begin_s = time.process_time()
     with fake_world(EXPERT_RANKS):
-        with torch.device("meta"):
-            sizes = DeepSeekV3Config.v3_671b()
+        sizes = DeepSeekV3Config.v3_671b()
+        with FakeTensorMode():
             model = LossModel(DeepSeekV3(sizes, dist.group.WORLD))
             tokens = torch.zeros(NUM_SLICES, sizes.max_seq, dtype=torch.int64)
         config = Config(slices=NUM_SLICES, hardware="h100")

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._mode_utils import no_dispatch
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 from overlap import graph
 from overlap.errors import PassError
@@ -122,6 +121,7 @@ class _Sequences:
         nodes = list(gm.graph.nodes)
         self.inputs = [node for node in nodes if node.op == "placeholder"]
         self.output = nodes[-1]
+        self.order = {node: i for i, node in enumerate(nodes)}
         self.body = nodes[len(self.inputs) : -1]
         self.results: list[Any] = list(self.output.args[0])  # pyright: ignore
         self.input_stretches: list[Stretch] = []
@@ -192,7 +192,7 @@ class _Sequences:
             return not is_own(a) and a not in entries and is_pair(a, b, step)
 
         def reads_alike(at: int) -> bool:
-            one, other = _operands(self.body[at]), _operands(self.body[at + period])
+            one, other = self._read(self.body[at]), self._read(self.body[at + period])
             return len(one) == len(other) and all(map(agrees, one, other))
 
         pairs = range(start, end - period)
@@ -203,6 +203,13 @@ class _Sequences:
             raise PassError("the layers of the graph do not repeat: they read different values")
         entries = {node: offset - first for node, offset in entries.items() if offset < first}
         return Stretch(start + first, length + period, period, step, entries=entries)
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        """The operands in order, and the terms of a sum, which torch sorts by the names of their
+        symbols, in the order of the graph."""
+        operands = _operands(node)
+        is_sum = graph.is_call(node, torch.sym_sum)
+        return sorted(operands, key=self.order.__getitem__) if is_sum else operands
 
     def _may_pair(self, a: fx.Node, b: fx.Node, _: int) -> bool:
         return a is b or (a.op == b.op == "placeholder" and type_of(a) == type_of(b))
@@ -258,7 +265,7 @@ class _Sequences:
         partner: dict[int, int] = {}
         for at in range(stretch.start, stretch.end - stretch.period):
             pairs = zip(
-                _operands(self.body[at]), _operands(self.body[at + stretch.period]), strict=True
+                self._read(self.body[at]), self._read(self.body[at + stretch.period]), strict=True
             )
             for a, b in pairs:
                 if a is b or a not in index:
@@ -453,7 +460,7 @@ class _Values:
         if base is not None and graph.storage_of(base) == storage:
             return tensor  # of a value that all layers share
         size, stride = tensor.size(), tensor.stride()
-        with no_dispatch():  # the result is known: there is nothing to infer
+        with in_kernel_invocation_manager(self.mode):  # the type is known: nothing to infer
             if base is not None:
                 new = base.as_strided(size, stride, tensor.storage_offset())
             else:

@@ -331,9 +331,15 @@ def compile_repeated(model: nn.Module, inputs: Sequence[Any], config: Config) ->
     """The same for a training step of a deep model whose equal layers are traced once; with all
     that was decided. What was compiled does not run.
 
-    Raises ConfigError if the model has no equal layers in a row, PassError if they are not called
-    alike, or their graphs do not repeat.
+    The model may be of fake tensors, which take no memory. Raises ConfigError for one on the meta
+    device, for which autograd derives another program, and if it has no equal layers in a row;
+    PassError if they are not called alike, or their graphs do not repeat.
     """
+    if any(tensor.is_meta for tensor in shallow.tensors_of(model)):
+        raise ConfigError(
+            "on the meta device a loss has no gradient; build the model of fake tensors on the "
+            "device that it is for (torch._subclasses.FakeTensorMode)"
+        )
     run = shallow.longest_run(model)
     if run is None:
         raise ConfigError(f"the model has no more than {shallow.KEPT} equal layers in a row")
