@@ -286,11 +286,17 @@ class _Sequences:
             ahead.places.get(self.saved[node]) if node in self.saved else None
             for node in self.inputs
         ]
-        self.input_stretches = _runs(_partners(places))
+        partner = _partners(places)
+        self.input_stretches = _runs(partner)
         self._place(self.inputs, self.input_stretches)
-        for node, place in zip(self.inputs, places, strict=True):
-            if place and node not in self.places:
+        for i, (node, place) in enumerate(zip(self.inputs, places, strict=True)):
+            if place is None or node in self.places:
+                continue
+            next_place = self.places.get(self.inputs[partner[i]]) if i in partner else None
+            if place[1] >= 0 or next_place is None or next_place[1] >= next_place[0].period:
                 raise PassError(f"the saved value {node} does not repeat")
+            stretch, offset = next_place
+            self.places[node] = stretch, offset - stretch.period
 
     def find_results(self, borders: Sequence[int]) -> None:
         """Where the results repeat, each part of them between two borders for itself."""
@@ -326,7 +332,9 @@ class _Sequences:
     def _check_results(self) -> None:
         inside = {i for run in self.result_stretches for i in range(run.start, run.end)}
         for i, result in enumerate(self.results):
-            if isinstance(result, fx.Node) and result in self.places and i not in inside:
+            if i in inside or not isinstance(result, fx.Node):
+                continue
+            if self.places.get(result, (None, -1))[1] >= 0:
                 raise PassError(f"the result {result} does not repeat")
 
     def _place(self, items: Sequence[fx.Node], stretches: Sequence[Stretch]) -> None:
@@ -360,8 +368,9 @@ class _Unroller:
         results: list[Any] = []
         for i, shift, _ in _unrolled(len(old.results), old.result_stretches, self.extra):
             result = old.results[i]
-            is_node = isinstance(result, fx.Node)
-            results.append(self.at(result, shift) if is_node else result)
+            if isinstance(result, fx.Node):  # what the first layer reads is one value
+                result = self.shared.get(result) or self.at(result, shift)
+            results.append(result)
         output = self.graph.output(tuple(results))
         graph.copy_facts(old.output, output)
         return self.graph
@@ -370,7 +379,10 @@ class _Unroller:
         def operand(source: fx.Node) -> fx.Node:
             return self.at(source, shift)
 
-        source = self.ahead.at(self.old.saved[node], shift) if node in self.old.saved else None
+        place = self.old.places.get(node)
+        is_repeated = place is not None and place[1] >= 0
+        source = self.old.saved.get(node)
+        source = self.ahead.at(source, shift if is_repeated else 0) if source else None
         new = self.graph.create_node(
             node.op,
             node.target,
@@ -387,8 +399,7 @@ class _Unroller:
             graph.copy_type(node, new, graph.fake_value(source))
         elif graph.fake_value(node) is not None:
             graph.copy_type(node, new, self.values.value(node, new, is_copy))
-        place = self.old.places.get(node)
-        if place and place[1] >= 0:
+        if place and is_repeated:
             place[0].new.append(new)
         else:
             self.shared[node] = new

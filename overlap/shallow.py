@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -148,7 +150,7 @@ def _trace_around(model: Callable[..., Any], run: Run, inputs: Sequence[Any]) ->
     for module in run.modules:
         module.forward = recorder.call  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), _fake_mode(inputs), recorder:
             model(*inputs)
     except PassError:
         raise
@@ -159,6 +161,12 @@ def _trace_around(model: Callable[..., Any], run: Run, inputs: Sequence[Any]) ->
         for module in run.modules:
             del module.forward
     return recorder.parts
+
+
+def _fake_mode(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The mode that fake inputs need for tensors that are made on the way."""
+    modes = (value.fake_mode for value in inputs if isinstance(value, FakeTensor))
+    return next(modes, contextlib.nullcontext())
 
 
 class _Recorder(TorchDispatchMode):
