@@ -305,6 +305,13 @@ def unnamed(dump: str) -> list[str]:
     return [re.sub(r"\w*\d\w*", "*", line.partition("=")[0])[:8] for line in dump.splitlines()]
 
 
+def test_a_model_on_the_meta_device_is_an_error() -> None:
+    with torch.device("meta"):
+        model = Stack(5)
+    with pytest.raises(ConfigError, match="fake tensors"):
+        report.compile_repeated(model, [torch.rand(4, WIDTH)], Config(slices=2))
+
+
 @pytest.mark.usefixtures("ranks")
 def test_a_model_without_equal_layers_is_an_error() -> None:
     with pytest.raises(ConfigError, match="equal layers"):
