@@ -134,7 +134,8 @@ def shape_of(gm: fx.GraphModule) -> list[Any]:
         return f"%{position[node]}"
 
     def shown(node: fx.Node) -> tuple[str, ...]:
-        reads = repr(fx.map_arg((node.args, dict(node.kwargs)), at))
+        args = node.args[:1] if graph.is_call(node, *graph.ASSERTIONS) else node.args  # no message
+        reads = repr(fx.map_arg((args, dict(node.kwargs)), at))
         target = printing.function_name(node.target) if node.op == "call_function" else ""
         return node.op, target, reads, repeat.type_of(node)
 
