@@ -1,7 +1,8 @@
 # Every target sets up its own environment in .venv first; a repeat costs nothing.
 #
 #   make demo     train a small MoE on two local ranks, as written and overlapped
-#   make test     what CI runs: check, then all tests
+#   make test     what CI runs: check, then all tests; those that start ranks one by one
+#   make test-slow  the tests that take minutes each
 #   make check    format, lint, types, layers; no test
 #   make format   rewrite the code in its format
 #   make clean    remove .venv and everything that was generated
@@ -14,13 +15,17 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 ARGS :=
 
-.PHONY: demo test check format clean
+.PHONY: demo test test-slow check format clean
 
 demo: $(STAMP)
 	$(BIN)/overlap demo $(ARGS)
 
 test: check
-	$(BIN)/pytest -q $(ARGS)
+	$(BIN)/pytest -q -n 2 -m "not dist and not slow" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/pytest -q -m "dist and not slow" $(ARGS) || [ $$? -eq 5 ]
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -q -m slow $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

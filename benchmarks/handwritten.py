@@ -450,20 +450,25 @@ def measure(names: list[str], repeats: int, shape: Shape) -> dict[str, list[floa
     return steps_ms
 
 
+def quartiles(ms: Sequence[float]) -> dict[str, float]:
+    """Minimum, lower quartile and median."""
+    return {
+        "min": round(min(ms), 1),
+        "q1": round(float(np.quantile(ms, 0.25)), 1),
+        "median": round(float(np.median(ms)), 1),
+    }
+
+
 def rows_of(case: str, steps_ms: dict[str, list[float]]) -> list[dict[str, Any]]:
     """One row per variant; speed-ups compare the lower quartiles with eager's."""
-    quartiles = {name: float(np.quantile(ms, 0.25)) for name, ms in steps_ms.items()}
+    lower = {name: float(np.quantile(ms, 0.25)) for name, ms in steps_ms.items()}
     return [
         {
             "case": case,
             "variant": name,
-            "step_ms": {
-                "min": round(min(ms), 1),
-                "q1": round(quartiles[name], 1),
-                "median": round(float(np.median(ms)), 1),
-            },
-            "speedup": round(quartiles["eager"] / quartiles[name], 2),
-            "speedup_over_p2p": round(quartiles["eager, p2p"] / quartiles[name], 2),
+            "step_ms": quartiles(ms),
+            "speedup": round(lower["eager"] / lower[name], 2),
+            "speedup_over_p2p": round(lower["eager, p2p"] / lower[name], 2),
         }
         for name, ms in steps_ms.items()
     ]

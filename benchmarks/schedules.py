@@ -17,17 +17,15 @@ unless the case says otherwise, the rest nothing. The variants:
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 from rich.console import Console
 from rich.table import Table
 from torch import fx
-from torch._inductor.fx_passes import overlap_scheduling
 
+from benchmarks import peers_torch
 from overlap import collectives, cost, schedule, simulate
 from overlap.collectives import Kind
 from overlap.simulate import Machine
@@ -105,34 +103,9 @@ def _row(case: str, variant: str, timeline: simulate.Timeline) -> dict[str, Any]
 
 
 def _torch_timeline(gm: fx.GraphModule, us: _CostFunction) -> simulate.Timeline:
-    def estimate_ms(node: fx.Node, override_size: int | None) -> float:
-        is_sized = override_size is not None
-        return 0.0 if is_sized or collectives.is_wait(node) else us(node)
-
-    with _some_device():
-        gm = overlap_scheduling.schedule_overlap_bucketing(
-            gm,
-            compute_estimator="analytical",
-            custom_runtime_estimation=estimate_ms,
-            collective_bucketing=False,
-            pre_bucketing_fsdp_collectives=False,
-            # Both limits None would crash it.
-            max_memory_increase_gb=1e6,
-            max_in_flight_gb=1e6,
-        )
+    gm = peers_torch.reorder(gm, us)
     program = simulate.extract(gm, cost.from_function(gm, us))
     return simulate.simulate(program, range(len(program)), _MACHINE)
-
-
-@contextlib.contextmanager
-def _some_device() -> Generator[None]:
-    """torch's scheduler asks for a GPU's figures even where all costs are given."""
-    module = "torch.utils._runtime_estimation"
-    with (
-        mock.patch(f"{module}.get_device_tflops", lambda dtype: 1.0),
-        mock.patch(f"{module}.get_gpu_dram_gbps", lambda: 1.0),
-    ):
-        yield
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

@@ -8,13 +8,14 @@ emulated one, which is then said. One run, all variants in turn on the same weig
     eager; eager, p2p              as anyone would write them (`benchmarks.handwritten`)
     sliced, N=2; sliced, N=4       sliced by hand
     overlap, N=1, 2, 4             the program as written, through `backend="overlap"`
+    overlap, whole step, N=2, 4    the same, with `whole_step=True`
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,49 @@ from benchmarks.netns import LinkUnavailable, shaped_link
 from overlap.runtime import launch, link, link_group
 
 BY_HAND = ("eager", "eager, p2p", "sliced, N=2", "sliced, N=4")
-COMPILED_SLICES = (1, 2, 4)
+COMPILED: dict[str, dict[str, Any]] = {
+    "overlap, N=1": {"slices": 1},
+    "overlap, N=2": {"slices": 2},
+    "overlap, N=4": {"slices": 4},
+    "overlap, whole step, N=2": {"slices": 2, "whole_step": True},
+    "overlap, whole step, N=4": {"slices": 4, "whole_step": True},
+}
+"""Variants of the compiler and their options."""
 RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AVX512,STRICT"}
+
+
+class CompiledLayer(nn.Module):
+    """One layer of the hand-written model, its weights registered, [B, T, D] to [B, T, D]."""
+
+    def __init__(self, shape: Shape, layer: Layer) -> None:
+        super().__init__()
+        self.shape = shape
+        self.group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
+        self.num_ranks = dist.get_world_size()
+        self.num_local = len(layer.up)
+        self.weights = nn.ParameterList(nn.Parameter(w) for w in layer.weights())
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        layer = self._layer()
+        routed = handwritten.attend(self.shape, layer, x_BTD, F.linear)
+        counts_E = routed.counts_E.view(self.shape.experts)  # bincount's size is data
+        received_E = funcol.all_to_all_single(counts_E, None, None, self.group)
+        sent = counts_E.view(self.num_ranks, -1).sum(1).tolist()
+        received = received_E.view(self.num_ranks, -1).sum(1).tolist()
+        rows = self._exchange(routed.rows_RD, received, sent)
+        rows = handwritten.run_experts(layer, rows, received_E.tolist(), F.linear)
+        rows = self._exchange(rows, sent, received)
+        return handwritten.combine(
+            routed.residual_ND, rows, routed.gate_R, routed.token_R, x_BTD.shape[0]
+        )
+
+    def _layer(self) -> Layer:
+        weights, num_experts = list(self.weights), 2 * self.num_local
+        dense, experts = weights[:-num_experts], weights[-num_experts:]
+        return Layer(*dense, up=experts[: self.num_local], down=experts[self.num_local :])
+
+    def _exchange(self, rows: Tensor, output_splits: Splits, splits: Splits) -> Tensor:
+        return funcol.all_to_all_single_autograd(rows, output_splits, splits, self.group)
 
 
 class CompiledModel(nn.Module):
@@ -39,47 +81,22 @@ class CompiledModel(nn.Module):
 
     def __init__(self, model: Model) -> None:
         super().__init__()
-        self.model = model
-        self.group = dist.group.WORLD.group_name  # pyright: ignore[reportOptionalMemberAccess]
-        self.num_ranks = dist.get_world_size()
-        self.weights = nn.ParameterList(nn.Parameter(w) for w in model.weights())
+        self.shape = model.shape
+        self.layers = nn.ModuleList(CompiledLayer(model.shape, layer) for layer in model.layers)
+        self.norm = nn.Parameter(model.norm)
+        self.head = nn.Parameter(model.head)
 
     def forward(self, x_BTD: Tensor, classes_BT: Tensor) -> Tensor:
         """The mean loss over this rank's tokens."""
-        weights = iter(self.weights)
-        num_tokens = classes_BT.numel()
-        for layer in self._layers(weights):
-            routed = handwritten.attend(self.model.shape, layer, x_BTD, F.linear)
-            counts_E = routed.counts_E.view(self.model.shape.experts)  # bincount's size is data
-            received_E = funcol.all_to_all_single(counts_E, None, None, self.group)
-            sent = counts_E.view(self.num_ranks, -1).sum(1).tolist()
-            received = received_E.view(self.num_ranks, -1).sum(1).tolist()
-            rows = self._exchange(routed.rows_RD, received, sent)
-            rows = handwritten.run_experts(layer, rows, received_E.tolist(), F.linear)
-            rows = self._exchange(rows, sent, received)
-            x_BTD = handwritten.combine(
-                routed.residual_ND, rows, routed.gate_R, routed.token_R, classes_BT.shape[0]
-            )
-        final = Model(self.model.shape, [], next(weights), next(weights))
-        return handwritten.loss_of(final, x_BTD, classes_BT, F.linear) / num_tokens
-
-    def _layers(self, weights: Any) -> list[Layer]:
-        """The layers, their weights taken from the registered parameters in order."""
-        layers: list[Layer] = []
-        for written in self.model.layers:
-            dense = [next(weights) for _ in range(5)]
-            up = [next(weights) for _ in written.up]
-            layers.append(Layer(*dense, up=up, down=[next(weights) for _ in written.down]))
-        return layers
-
-    def _exchange(self, rows: Tensor, output_splits: Splits, splits: Splits) -> Tensor:
-        return funcol.all_to_all_single_autograd(rows, output_splits, splits, self.group)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        final = Model(self.shape, [], self.norm, self.head)
+        return handwritten.loss_of(final, x_BTD, classes_BT, F.linear) / classes_BT.numel()
 
 
-def compiled_step(model: Model, slices: int, profile: str) -> Callable[[Tensor, Tensor], Tensor]:
+def compiled_step(model: Model, options: dict[str, Any]) -> Callable[[Tensor, Tensor], Tensor]:
     """Forward and backward through the backend; leaves the gradients in its own parameters."""
     module = CompiledModel(model)
-    options = {"slices": slices, "hardware": profile}
     forward = torch.compile(module, backend="overlap", fullgraph=True, options=options)
 
     def step(x_BTD: Tensor, classes_BT: Tensor) -> Tensor:
@@ -103,24 +120,31 @@ def measure(backend: str, link_mbit: float, repeats: int, shape: Shape) -> dict[
         name: _by_hand(name, model) for name in BY_HAND
     }
     with tempfile.TemporaryDirectory() as folder:
-        profile = _profile_file(Path(folder), link_mbit)
-        for slices in COMPILED_SLICES:
-            steps[f"overlap, N={slices}"] = compiled_step(
-                handwritten.make_model(shape, rank, world), slices, profile
-            )
+        profile = profile_file(Path(folder), link_mbit)
+        for name, options in COMPILED.items():
+            own = handwritten.make_model(shape, rank, world)
+            steps[name] = compiled_step(own, options | {"hardware": profile})
         for step in steps.values():  # the first call compiles
             step(x_BTD, classes_BT)
+    steps_ms = take_turns(steps, (x_BTD, classes_BT), repeats)
+    dist.barrier()
+    dist.destroy_process_group()
+    return steps_ms
+
+
+def take_turns(
+    steps: Mapping[str, Callable[..., Tensor]], batch: tuple[Tensor, ...], repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each of `repeats` calls of every step, the slower rank's, all in turn."""
     steps_ms: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
             dist.barrier()
             start_s = time.perf_counter()
-            step(x_BTD, classes_BT)
+            step(*batch)
             took_ms = torch.tensor([1e3 * (time.perf_counter() - start_s)], dtype=torch.float64)
             dist.all_reduce(took_ms, dist.ReduceOp.MAX)
             steps_ms[name].append(took_ms.item())
-    dist.barrier()
-    dist.destroy_process_group()
     return steps_ms
 
 
@@ -128,7 +152,7 @@ def _by_hand(name: str, model: Model) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x_BTD, classes_BT: handwritten.VARIANTS[name].step(model, x_BTD, classes_BT)
 
 
-def _profile_file(folder: Path, link_mbit: float) -> str:
+def profile_file(folder: Path, link_mbit: float) -> str:
     """A hardware profile with this link: the compiler is told what the link is, as users would."""
     path = folder / "link.toml"
     gbps = link_mbit / 8e3

@@ -24,12 +24,13 @@ class Checked:
     """Calls `compiled`; in the first `steps` calls also `reference`, and compares.
 
     Raises MismatchError, naming the first output or gradient that differs. Both programs run the
-    same collectives on every rank, so all ranks check in step.
+    same collectives on every rank, so all ranks check in step. With `is_exact`, bit by bit.
     """
 
     compiled: Callable[..., Any]
     reference: Callable[..., Any]
     steps: int
+    is_exact: bool = False
 
     def __call__(self, *inputs: Any) -> Any:
         if self.steps == 0:
@@ -38,9 +39,9 @@ class Checked:
         if not torch.is_grad_enabled():
             copies = [_copy(value) for value in inputs]
             outputs = self.compiled(*inputs)
-            _compare("output", outputs, self.reference(*copies))
+            _compare("output", outputs, self.reference(*copies), self.is_exact)
             return outputs
-        return _BothWays.apply(self.compiled, self.reference, *inputs)
+        return _BothWays.apply(self.compiled, self.reference, self.is_exact, *inputs)
 
 
 def _copy(value: Any) -> Any:
@@ -52,21 +53,27 @@ def _copy(value: Any) -> Any:
 
 class _BothWays(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, compiled: Any, reference: Any, *inputs: Any) -> Any:
+    def forward(ctx: Any, compiled: Any, reference: Any, is_exact: bool, *inputs: Any) -> Any:
         copies = [_copy(value) for value in inputs]
         own = [_leaf(value) for value in inputs]
         with torch.enable_grad():
             outputs, expected = compiled(*own), reference(*copies)
-        _compare("output", outputs, expected)
+        _compare("output", outputs, expected, is_exact)
+        ctx.is_exact = is_exact
         ctx.own, ctx.copies, ctx.outputs, ctx.expected = own, copies, outputs, expected
         results = [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs]
+        pairs = zip(results, outputs, strict=True)
+        ctx.mark_non_differentiable(
+            *(r for r, o in pairs if isinstance(o, torch.Tensor) and not o.requires_grad)
+        )
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> Any:
         gradients = _gradients(ctx.outputs, ctx.own, tangents)
-        _compare("gradient", gradients, _gradients(ctx.expected, ctx.copies, tangents))
-        return None, None, *gradients
+        expected = _gradients(ctx.expected, ctx.copies, tangents)
+        _compare("gradient", gradients, expected, ctx.is_exact)
+        return None, None, None, *gradients
 
 
 def _leaf(value: Any) -> Any:
@@ -89,13 +96,13 @@ def _gradients(outputs: Sequence[Any], inputs: Sequence[Any], tangents: Sequence
     return [by_id.get(id(value)) for value in inputs]
 
 
-def _compare(what: str, values: Sequence[Any], expected: Sequence[Any]) -> None:
+def _compare(what: str, values: Sequence[Any], expected: Sequence[Any], is_exact: bool) -> None:
     for i, (value, other) in enumerate(zip(values, expected, strict=True)):
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             if value is not other and value != other:
                 raise MismatchError(f"{what} {i}: expected {other!r}, found {value!r}")
             continue
-        tolerance = RELATIVE_TOLERANCE.get(value.dtype, 0.0)
+        tolerance = 0.0 if is_exact else RELATIVE_TOLERANCE.get(value.dtype, 0.0)
         limit = tolerance * other.detach().abs().max().item() if other.numel() else 0.0
         difference = (value.detach() - other.detach()).abs()
         worst = difference.max().item() if difference.numel() else 0.0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 from rich.console import Console, Group, RenderableType
-from tyro.conf import FlagCreatePairsOff, Positional, subcommand
+from tyro.conf import FlagCreatePairsOff, Positional, arg, subcommand
 
 from overlap.errors import ConfigError, DivergenceError, OverlapError
 from overlap.tables import Grid
@@ -25,6 +25,7 @@ from overlap.tables import Grid
 if TYPE_CHECKING:
     from overlap.presets import Preset
     from overlap.preview import Preview
+    from overlap.target import MeshSpec
 
 EXIT_FAILED, EXIT_USAGE, EXIT_DIVERGED, EXIT_INTERRUPTED = 1, 2, 4, 130
 PIPE_WIDTH = 110
@@ -39,11 +40,13 @@ class Demo:
     ranks: int = 2
     """How many processes train; each wants a core of its own."""
     slices: int | Literal["auto"] = "auto"
-    """Slices of the batch; auto: the cost model picks."""
+    """Slices of the batch; auto: the fastest forecast."""
     steps: int = 44
     """Timed steps of each of the three copies."""
     config: str = "demo"
     """Size of the model: toy, debug or demo."""
+    costs: Path | None = None
+    """A cost table, as `overlap hardware --measure` writes it."""
     report: Path = Path("report.html")
     """Where the page with both timelines goes."""
     svg: Path | None = None
@@ -61,6 +64,7 @@ class Demo:
             slices=self.slices,
             steps=self.steps,
             config=self.config,
+            costs=None if self.costs is None else str(self.costs),
         )
         result = demo.run(options)
         out.emit(result.to_json(), demo_view.table(result))
@@ -83,9 +87,17 @@ class _OfTarget:
     world: int | None = None
     """How many ranks, where no mesh is given."""
     slices: int | Literal["auto"] = "auto"
-    """Slices of the batch; auto: the cost model picks."""
+    """How many slices; auto: the fastest forecast."""
+    axis: Literal["auto", "batch", "token", "expert"] = "auto"
+    """What slices are cut along; auto: the fastest forecast."""
+    numerics: Literal["reassociate", "exact"] = "reassociate"
+    """Whether sums over sliced rows may round differently."""
     memory_budget: float | None = 1.05
     """Peak memory allowed, as a ratio of the unscheduled peak; None for no limit."""
+    costs: Path | None = None
+    """A cost table, as `overlap hardware --measure` writes it."""
+    skew: float | str | None = None
+    """Routed rows of the busiest rank over its even share, or a quantile of the cost table: p90."""
     json: bool = False
     """Print one JSON document and nothing else."""
 
@@ -151,23 +163,41 @@ class Passes:
 
 @dataclass(frozen=True)
 class Hardware:
-    """List the hardware profiles, or print one."""
+    """List the hardware profiles, or print one; or measure what a training step's calls take."""
 
     name: Positional[str | None] = None
     """A profile, or the path of one; by default all are listed."""
-    measure: bool = False
-    """Measure this machine (not built yet)."""
+    measure: str | None = None
+    """Measure this training step, a module:function, on real ranks: writes a cost table."""
+    output: Annotated[Path, arg(aliases=["-o"])] = Path("costs.json")
+    """Where the cost table goes."""
+    config: str | None = None
+    """Which of the target's configurations to measure."""
+    mesh: str | None = None
+    """How the ranks are laid out, as dp=8,ep=8."""
+    world: int | None = None
+    """How many ranks, where no mesh is given."""
+    link: float | None = None
+    """Bandwidth of an emulated link between the ranks in Mbit/s; by default plain gloo."""
+    steps: int = 9
+    """Timed steps of each number of slices."""
+    axis: str = "batch"
+    """What slices are cut along: batch, token or expert."""
     probe: bool = False
-    """Probe this machine for exact kernels (not built yet)."""
+    """Measure which kernels of this machine give a row the same bits alone and among others, and
+    keep it as the certificate that numerics='exact' goes by; takes minutes."""
     json: bool = False
     """Print one JSON document and nothing else."""
 
     def run(self, out: Output) -> None:
         from overlap import hardware
 
-        for flag, is_set in (("--measure", self.measure), ("--probe", self.probe)):
-            if is_set:
-                raise ConfigError(f"{flag} is not built yet; use a built-in profile or a file")
+        if self.probe:
+            _probe(out)
+            return
+        if self.measure is not None:
+            self._measure(self.measure, out)
+            return
         if self.name is not None:
             fields = dataclasses.asdict(hardware.load(self.name))
             rows = tuple((name, str(value)) for name, value in fields.items())
@@ -187,6 +217,28 @@ class Hardware:
             for profile in profiles
         )
         out.emit([dataclasses.asdict(profile) for profile in profiles], Grid(columns, rows, 2))
+
+    def _measure(self, target: str, out: Output) -> None:
+        from overlap import measure
+
+        if self.name is not None:
+            raise ConfigError(f"--measure takes no profile; found {self.name!r}")
+        _check_files(self.output)
+        options = measure.MeasureOptions(
+            target,
+            self.config,
+            _mesh(self.mesh, self.world),
+            self.link,
+            self.steps,
+            axis=self.axis,
+        )
+        table = measure.run(options)
+        if measure.is_first_rank():
+            table.save(self.output)
+            document = measure.summary(table) | {"file": str(self.output)}
+            out.emit(document, measure.grid(table))
+            out.say(f"\n{measure.skew_line(table)}")
+            out.say(f"{len(table.calls)} distinct calls, in {self.output}: costs='{self.output}'")
 
 
 Command = (
@@ -268,21 +320,46 @@ def _check_files(*paths: Path | None) -> None:
             raise ConfigError(f"{str(path)!r} is a folder; name a file in it")
 
 
+def _probe(out: Output) -> None:
+    import torch
+
+    from overlap import certificate, probe
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = probe.probe(device)
+    path = certificate.save(found)
+    saved = dataclasses.replace(found, path=str(path))
+    rows = [(name, value or "not set") for name, value in found.environment.items()]
+    rows += [("digest", saved.digest), ("file", str(path))]
+    document = {"path": str(path), "digest": saved.digest, **found.to_json()}
+    out.emit(document, Group(str(saved), Grid(("certificate of", ""), tuple(rows), num_left=2)))
+
+
 def _look(options: _OfTarget, hardware: str) -> Preview:
     from overlap import preview
     from overlap.config import Config
+
+    mesh = _mesh(options.mesh, options.world)
+    config = Config(
+        slices=options.slices,
+        axis=options.axis,
+        numerics=options.numerics,
+        memory_budget=options.memory_budget,
+        hardware=hardware,
+        costs=None if options.costs is None else str(options.costs),
+        skew=options.skew,
+    )
+    return preview.preview(options.target, options.config, mesh, config)
+
+
+def _mesh(mesh: str | None, world: int | None) -> MeshSpec:
     from overlap.target import MeshSpec
 
-    world = options.world
-    if options.mesh is not None and world is not None:
+    if mesh is not None and world is not None:
         raise ConfigError("give --mesh or --world, not both: a mesh says how many ranks there are")
-    mesh = (
-        MeshSpec.of_world(2 if world is None else world)
-        if options.mesh is None
-        else MeshSpec.parse(options.mesh)
-    )
-    config = Config(slices=options.slices, memory_budget=options.memory_budget, hardware=hardware)
-    return preview.preview(options.target, options.config, mesh, config)
+    if mesh is not None:
+        return MeshSpec.parse(mesh)
+    return MeshSpec.of_world(2 if world is None else world)
 
 
 def _pipelines(preset: Preset) -> dict[str, str]:

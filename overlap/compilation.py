@@ -13,25 +13,22 @@ import torch.distributed as dist
 from torch import fx
 from torch._guards import CompileContext
 
-from overlap import collectives, cost, graph, printing
+from overlap import certificate, collectives, graph, pricing, printing, simulate
+from overlap.certificate import Certificate
+from overlap.choose import Choice, best_slices, choose
 from overlap.config import Config
+from overlap.cost import Sizes, Sources
+from overlap.cost_table import CostTable
+from overlap.forecast import Setting
 from overlap.hardware import Profile
+from overlap.inner.runs import Compiled
 from overlap.passes.schedule import Scheduled
-from overlap.pipeline import Remark
+from overlap.pipeline import Remark, Run
 from overlap.runtime import agree
-from overlap.simulate import Timeline
+from overlap.simulate import Machine, Timeline
 
 LOG = logging.getLogger("overlap")
-
-CANDIDATE_SLICES = (1, 2, 4)
-_SLICE_TAX = 0.03
-"""Extra compute per further slice: smaller kernels, joins."""
-_BACKWARD_NODES = 1.5
-"""Nodes of a backward for each of its forward, by count in the models."""
-_BUBBLE = 0.5
-"""What stays exposed of one slice's shorter half, by measurement of 2 and 4 slices on two ranks."""
-_LEAST_GAIN = 1.03
-"""A predicted speed-up below this is within the error of the formulas: leave the program alone."""
+GENERATED = "the code generated for the processor and its threads"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +64,13 @@ def collectives_of(gm: fx.GraphModule) -> tuple[CompiledCollective, ...]:
 class CompiledGraph:
     """One graph that runs.
 
-    kind: "forward", "backward" or "inference".
+    kind: "forward", "backward" or "inference"; in a whole step "step", which computes loss and
+        gradients, and "scale", which multiplies them by the tangent.
     dump: its text after all passes.
     collectives: in the order of their starts.
     scheduled: program, machine and schedule; None where no schedule ran.
+    local: the graph played in its final order at the sizes of this rank's batch, routing balanced;
+        None where no schedule ran. A prediction for people: no decision depends on it.
     """
 
     kind: str
@@ -78,6 +78,12 @@ class CompiledGraph:
     dump: str
     collectives: tuple[CompiledCollective, ...]
     scheduled: Scheduled | None
+    local: Timeline | None = None
+
+    @property
+    def sources(self) -> Sources | None:
+        """Where its costs came from; None where no cost table was used."""
+        return self.scheduled.sources if self.scheduled else None
 
     @property
     def timeline(self) -> Timeline | None:
@@ -91,38 +97,66 @@ class Compilation:
 
     code: Dynamo's number of the code that was compiled; its recompiles share it.
     structure: of the program as captured; ranks with other batches share it.
+    inner: who generates the kernels, "eager" or "inductor".
+    compiled: the graphs that run, with what is compiled of them.
+    program: structure and shapes of parameters, as a cost table names it.
+    table: the cost table of `config.costs`, None if formulas are used.
+    local_sizes: of this rank's batch; graphs are priced at nominal ones.
     places: per group, how many programs ran collectives of it before this one did.
     slices, axis: how many slices were asked for or chosen, and along what.
+    axes: along what the program was cut, in order; regions may have axes of their own.
+    choice: what they were chosen from.
+    is_whole_step: whether forward and backward are one graph.
+    certificate: what exact numerics goes by.
     base_peak_bytes: peak in program order, before scheduling.
+    runs: the passes that ran, with their times.
     """
 
     config: Config
     code: int | None
     parameters: tuple[weakref.ref[torch.nn.Parameter], ...]
     structure: str = ""
+    program: str = ""
     profile: Profile | None = None
+    table: CostTable | None = None
+    local_sizes: Sizes | None = None
     slices: int = 1
     axis: str = "batch"
+    choice: Choice | None = None
+    axes: tuple[str, ...] = ()
+    is_whole_step: bool = False
     sliced_starts: tuple[str, ...] = ()
     reassociated: tuple[str, ...] = ()
+    certificate: Certificate = certificate.NONE
     base_peak_bytes: int = 0
     compile_s: float = 0.0
     remarks: list[Remark] = dataclasses.field(default_factory=list[Remark])
+    runs: list[Run] = dataclasses.field(default_factory=list[Run])
     graphs: list[CompiledGraph] = dataclasses.field(default_factory=list[CompiledGraph])
+    inner: str = "eager"
+    compiled: list[Compiled] = dataclasses.field(default_factory=list[Compiled])
     places: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
     @classmethod
     def begin(
-        cls, config: Config, example_inputs: Sequence[Any], structure: str = ""
+        cls,
+        config: Config,
+        example_inputs: Sequence[Any],
+        structure: str = "",
+        program: str = "",
     ) -> Compilation:
         compile_id = CompileContext.current_compile_id()
         code = compile_id.frame_id if compile_id else None
         parameters = tuple(
             weakref.ref(value) for value in example_inputs if isinstance(value, torch.nn.Parameter)
         )
-        record = cls(config, code, parameters, structure)
+        record = cls(config, code, parameters, structure, program)
         _RECORDS.append(record)
         return record
+
+    @property
+    def is_exact(self) -> bool:
+        return self.config.numerics == "exact"
 
     @property
     def is_trained(self) -> bool:
@@ -130,20 +164,70 @@ class Compilation:
         parameters = (reference() for reference in self.parameters)
         return any(parameter is not None and parameter.requires_grad for parameter in parameters)
 
-    def add_graph(self, kind: str, gm: fx.GraphModule, scheduled: Scheduled | None) -> None:
+    @property
+    def skew(self) -> float:
+        """How many times as many routed rows the rank has that decisions are made for, as one has
+        that costs speak of without it."""
+        if self.config.skew is None:
+            return 1.0
+        if self.table is not None:
+            return self.table.skew(self.config.skew)
+        assert not isinstance(self.config.skew, str)
+        return self.config.skew
+
+    def add_graph(
+        self,
+        kind: str,
+        gm: fx.GraphModule,
+        scheduled: Scheduled | None,
+        group_size: Callable[[str], int],
+    ) -> None:
+        local = self.play(gm, group_size, self.table) if scheduled else None
         self.graphs.append(
-            CompiledGraph(kind, gm, printing.dump(gm), collectives_of(gm), scheduled)
+            CompiledGraph(kind, gm, printing.dump(gm), collectives_of(gm), scheduled, local)
         )
 
-    def compare_ranks(self, kind: str, starts: Sequence[CompiledCollective]) -> None:
+    def play(
+        self,
+        gm: fx.GraphModule,
+        group_size: Callable[[str], int],
+        table: CostTable | None,
+        skew: float = 1.0,
+    ) -> Timeline:
+        """A graph of this compilation in the order of its nodes, at the sizes of this rank's batch
+        and `skew` times as many routed rows, with costs from `table`, or from formulas."""
+        assert self.profile is not None and self.local_sizes is not None
+        sizes = self.local_sizes.skewed(skew)
+        costs = pricing.estimate(gm, self.profile, group_size, sizes, table)
+        program = simulate.extract(gm, costs)
+        machine = Machine.measured(table) if table else Machine.of(self.profile)
+        return simulate.simulate(program, range(len(program)), machine)
+
+    def compare_ranks(
+        self, kind: str, starts: Sequence[CompiledCollective], compiled: Compiled
+    ) -> None:
         """Hold a graph that is about to run for the first time against the same one of the other
         ranks. Raises DivergenceError if they decided otherwise."""
-        options = {"slices": self.slices, "axis": self.axis, "check_steps": self.config.check_steps}
+        options: dict[str, int | str] = {
+            "slices": self.slices,
+            "axis": self.axis,
+            "inner": self.inner,
+            "check_steps": self.config.check_steps,
+            "costs": self.table.digest if self.table else "none",
+            "whole_step": self.is_whole_step,
+            "numerics": self.config.numerics,
+            "certificate": self.certificate.digest,
+        }
+        # What runs first meets under one key, so that a rank with a whole step meets one without.
+        kind = {"step": "forward", "scale": "backward"}.get(kind, kind)
         for group in dict.fromkeys(start.group for start in starts):
             key = f"{self._place(group)}/{self.structure}/{kind}"
             own = [str(start) for start in starts if start.group == group]
             try:
                 agree.compare(key, agree.Decided(group, options, own))
+                if compiled.kernels:
+                    generated = agree.Decided(group, {GENERATED: compiled.digest}, [])
+                    agree.compare(f"{key}/{compiled.structure}", generated)
             except dist.DistError as error:  # the job may do well without its store
                 text = f"the ranks did not compare what they decided for group {group!r}: {error}"
                 self.remarks.append(Remark("", "note", text))
@@ -176,75 +260,23 @@ def records() -> tuple[Compilation, ...]:
     return tuple(_RECORDS)
 
 
-def decide_slices(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], int]) -> int:
-    """How many slices: the user's number, an earlier decision for this code, or the formula's.
+def decide(gm: fx.GraphModule, record: Compilation, group_size: Callable[[str], int]) -> Choice:
+    """Along what to slice, and into how many parts: what the user says, an earlier decision for
+    this code, the best of what the cost table was measured with, or the best forecast.
 
-    Rank-invariant: the formula sees nominal sizes only, and a recompile that one rank does alone
-    keeps what all of them decided first.
+    Rank-invariant: table and forecast see nominal sizes only, and a recompile that one rank does
+    alone keeps what all of them decided first.
     """
-    if isinstance(record.config.slices, int):
-        return record.config.slices
     for earlier in _RECORDS:
         if earlier is not record and earlier.graphs and earlier.is_same_code(record):
-            return earlier.slices
+            return Choice(earlier.axis, earlier.slices)
+    if record.table is not None:
+        slices = record.config.slices
+        if not isinstance(slices, int):
+            steps = record.table.programs[record.program]
+            slices = best_slices({n: step.at_skew(record.skew) for n, step in steps.items()})
+        return Choice(record.axis, slices)
     assert record.profile is not None
-    load = Load.of(gm, record.profile, group_size, record.is_trained)
-    best = min(CANDIDATE_SLICES, key=load.predicted_us)
-    return best if load.predicted_us(1) >= _LEAST_GAIN * load.predicted_us(best) else 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """What an un-sliced forward occupies, in microseconds: kernels, launches, links, latencies.
-
-    is_trained: whether a backward follows.
-    """
-
-    compute_us: float
-    launch_us: float
-    comm_us: float
-    latency_us: float
-    is_trained: bool = True
-
-    @classmethod
-    def of(
-        cls,
-        gm: fx.GraphModule,
-        profile: Profile,
-        group_size: Callable[[str], int],
-        is_trained: bool = True,
-    ) -> Load:
-        costs = cost.estimate(gm, profile, group_size)
-        starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
-        return cls(
-            compute_us=sum(costs.of(node).compute_us for node in gm.graph.nodes),
-            launch_us=profile.launch_us * len(gm.graph.nodes),
-            comm_us=sum(costs.of(node).collective_us for node in starts),
-            latency_us=profile.latency_us * len(starts),
-            is_trained=is_trained,
-        )
-
-    def predicted_us(self, slices: int) -> float:
-        """The time of the forward, and of the backward if there is one, in `slices` slices.
-
-        They are graphs of their own: what is left over in one hides nothing of the other. A
-        backward computes a gradient for both operands of a product and sends as much.
-        """
-        forward_us = self._graph_us(slices, self.compute_us, self.launch_us)
-        if not self.is_trained:
-            return forward_us
-        backward_us = self._graph_us(slices, 2 * self.compute_us, _BACKWARD_NODES * self.launch_us)
-        return forward_us + backward_us
-
-    def _graph_us(self, slices: int, compute_us: float, launch_us: float) -> float:
-        """The two-resource bound.
-
-        Un-sliced, communication and compute add up. With N slices the longer of the two remains,
-        plus a part of one slice of the shorter: stages of one slice are not as long as those of
-        another.
-        """
-        if slices == 1 or not self.comm_us:
-            return compute_us + launch_us + self.comm_us
-        compute_us = compute_us * (1 + _SLICE_TAX * (slices - 1)) + launch_us * slices
-        comm_us = self.comm_us + self.latency_us * (slices - 1)
-        return max(compute_us, comm_us) + _BUBBLE * min(compute_us, comm_us) / slices
+    setting = Setting.of(gm, record.profile, group_size, record.skew)
+    exact = record.certificate if record.is_exact else None
+    return choose(gm, record.config, setting, record.is_trained, exact)

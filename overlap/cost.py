@@ -6,8 +6,10 @@ size is *nominal*: a symbol's value is a constant of this module, never the symb
 
     NOMINAL_BATCH   a symbol that is dimension 0 of graph inputs, and no other dimension
     nominal size    any other symbol that is known before the step runs; the profile gives it
+    measured size   instead of both, where a cost table says what it was measured at
     balanced        a symbol that the data decides (`u0`, rows that a router sends): the splits of
                     an all-to-all share its rows evenly, so do the pieces of a split
+    skewed          the rows that a rank receives, times what is said of the busiest rank
 
 Work becomes time by a roofline: the larger of flops over the reached peak and bytes moved over the
 reached memory bandwidth. Views, scalars and allocation cost nothing. A collective costs a latency
@@ -16,6 +18,7 @@ plus its volume over its link.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -58,6 +61,7 @@ class NodeCost:
 
     compute_us: time on the compute queue, or of the host where it reads a device value.
     collective_us: time on its link, for a start; 0 for everything else.
+    issue_us: host time to issue a start or a wait, on top of the launch time of any node.
     link: name of the link that a start uses; groups of one link share its rate.
     is_host_read: whether the host blocks here until the device has come this far.
     result_bytes: bytes of each tensor of the result, in order.
@@ -68,26 +72,78 @@ class NodeCost:
     link: str = ""
     is_host_read: bool = False
     result_bytes: tuple[int, ...] = ()
+    issue_us: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+    """Where the costs of a graph's nodes come from, in numbers of nodes.
+
+    measured: the cost table has the call. scaled: it has the operator in other sizes.
+    formulas: the operators of the rest, each with its number.
+    """
+
+    measured: int = 0
+    scaled: int = 0
+    formulas: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+    def __add__(self, other: Sources) -> Sources:
+        formulas = {
+            name: self.formulas.get(name, 0) + other.formulas.get(name, 0)
+            for name in {**self.formulas, **other.formulas}
+        }
+        return Sources(self.measured + other.measured, self.scaled + other.scaled, formulas)
+
+    def __str__(self) -> str:
+        text = f"{self.measured} nodes measured, {self.scaled} scaled from another size"
+        if not self.formulas:
+            return text
+        names = ", ".join(f"{name} ({count})" for name, count in self.formulas.items())
+        return f"{text}, {sum(self.formulas.values())} by formula: {names}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Costs of a graph's nodes by name, and the host's time to issue one of them."""
+    """Costs of a graph's nodes by name, and the host's time to issue one of them.
+
+    sources: None where no cost table was used.
+    """
 
     nodes: Mapping[str, NodeCost]
     launch_us: float = 0.0
+    sources: Sources | None = None
 
     def of(self, node: fx.Node) -> NodeCost:
         return self.nodes[node.name]
 
 
 class Sizes:
-    """Nominal values of symbolic sizes: equal on all ranks, whatever their hints are."""
+    """Values of symbolic sizes. Nominal ones are equal on all ranks, whatever their hints are.
 
-    def __init__(self, nominal_size: int = NOMINAL_SIZE) -> None:
+    nominal_size: of a symbol that nothing else is said about.
+    dims: sizes by dimension of the graph inputs; see `input_dim_of`.
+    is_local: the sizes of this rank's own batch instead: for predictions, never for decisions.
+    """
+
+    def __init__(
+        self,
+        nominal_size: int = NOMINAL_SIZE,
+        dims: Mapping[int, int] | None = None,
+        is_local: bool = False,
+    ) -> None:
         self._nominal_size = nominal_size
+        self._dims = {0: NOMINAL_BATCH} if dims is None else dims
+        self._is_local = is_local
+        self._skew = 1.0
         self._values: dict[sympy.Basic, int] = {}
+        self._routed: set[sympy.Basic] = set()
         self._cache: dict[sympy.Expr, int] = {}
+
+    def skewed(self, skew: float) -> Sizes:
+        """These sizes on a rank that receives `skew` times as many routed rows."""
+        other = copy.copy(self)
+        other._skew, other._cache = self._skew * skew, {}
+        return other
 
     def size(self, size: int | torch.SymInt) -> int:
         """The nominal value of a size; a symbol that nobody bound gets the nominal size."""
@@ -110,7 +166,13 @@ class Sizes:
             count *= self.size(size)
         return count
 
-    def bind(self, size: int | torch.SymInt, value: int) -> None:
+    def is_routed(self, size: int | torch.SymInt) -> bool:
+        """Whether the size counts rows that a rank receives, so that skew changes it."""
+        return not isinstance(size, int) and not self._routed.isdisjoint(
+            size.node.expr.free_symbols
+        )
+
+    def bind(self, size: int | torch.SymInt, value: int, is_routed: bool = False) -> None:
         """Choose the data-dependent symbols of `size`, a sum of them, so that it is `value`."""
         if isinstance(size, int):
             return
@@ -122,6 +184,7 @@ class Sizes:
         rest = value - self._evaluate(known, size)
         for symbol in unbound:
             self._values[symbol] = max(0, int(rest // share))
+        self._routed.update(unbound if is_routed else ())
 
     def _unbound(self, size: torch.SymInt) -> list[sympy.Symbol]:
         symbols = free_unbacked_symbols(size)
@@ -132,20 +195,50 @@ class Sizes:
         return int(cast(sympy.Integer, expr.xreplace(values)))
 
     def _value(self, symbol: sympy.Basic, size: torch.SymInt) -> int:
+        if symbol in self._routed:
+            return round(self._values[symbol] * self._skew)
         if symbol in self._values:
             return self._values[symbol]
-        sources = size.node.shape_env.var_to_sources.get(symbol, [])
-        is_batch = bool(sources) and all(getattr(s, "idx", None) == 0 for s in sources)
-        return NOMINAL_BATCH if is_batch else self._nominal_size
+        if self._is_local and (hint := hint_of(symbol, size)) is not None:
+            return hint
+        dim = input_dim_of(symbol, size)
+        return self._nominal_size if dim is None else self._dims.get(dim, self._nominal_size)
 
 
-def nominal_sizes(gm: fx.GraphModule, nominal_size: int = NOMINAL_SIZE) -> Sizes:
-    """Nominal sizes for `gm`, its data-dependent symbols bound under balanced routing.
+def input_dim_of(symbol: sympy.Basic, size: torch.SymInt) -> int | None:
+    """Which dimension of graph inputs a symbol of `size` is, the last one if it is several; None if
+    it is another kind of input, or what the data decides."""
+    sources = size.node.shape_env.var_to_sources.get(symbol, [])
+    dims = [getattr(source, "idx", -1) for source in sources]
+    return None if not dims or -1 in dims else max(dims)
+
+
+def hint_of(symbol: sympy.Basic, size: torch.SymInt) -> int | None:
+    """What a symbol of `size` was in the batch that was compiled with; None if only data says."""
+    hint = size.node.shape_env.backed_var_to_val.get(symbol)
+    return None if hint is None else int(hint)
+
+
+def nominal_sizes(
+    gm: fx.GraphModule,
+    nominal_size: int = NOMINAL_SIZE,
+    dims: Mapping[int, int] | None = None,
+) -> Sizes:
+    """Nominal sizes for `gm`, its data-dependent symbols bound under balanced routing."""
+    return _with_rows(gm, Sizes(nominal_size, dims))
+
+
+def local_sizes(gm: fx.GraphModule, nominal_size: int = NOMINAL_SIZE) -> Sizes:
+    """The sizes of the batch that `gm` was compiled with, on this rank; routing is balanced."""
+    return _with_rows(gm, Sizes(nominal_size, is_local=True))
+
+
+def _with_rows(gm: fx.GraphModule, sizes: Sizes) -> Sizes:
+    """Bind the data-dependent symbols.
 
     What an exchange says may bind the rows of an earlier one, as in a backward graph: the graph is
     read until nothing new is learnt, three times at most.
     """
-    sizes = Sizes(nominal_size)
     sharers = [node for node in gm.graph.nodes if _shares_rows(node)]
     for _ in range(3):
         for node in sharers:
@@ -160,22 +253,25 @@ def _shares_rows(node: fx.Node) -> bool:
 
 
 def _bind_shares(node: fx.Node, sizes: Sizes) -> None:
-    args: Any = _fake_arguments(node)[0]
     if graph.is_call(node, _aten.split_with_sizes):
+        args: Any = fake_arguments(node)[0]
         dim = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
-        totals, parts = [args[0].shape[dim]], [args[1]]
+        sides = [(args[0].shape[dim], args[1])]
     else:
-        # Balanced routing: a rank receives as many rows as it sends.
-        totals = [args[0].shape[0], graph.fake_value(node).shape[0]]
-        parts = [part for part in args[1:3] if isinstance(part, list | tuple)]
-    known = next((sizes.size(total) for total in totals if sizes.is_known(total)), None)
+        fakes = cast(Any, fx.map_arg(collectives.splits_of(node), graph.fake_value))
+        rows = [graph.fake_value(collectives.rows_of(node)), graph.fake_value(node)]
+        num_sent, num_received = (next(graph.tensors_of(value)).shape[0] for value in rows)
+        sides = [(num_sent, fakes[1]), (num_received, fakes[0])]
+    known = next((total for total, _ in sides if sizes.is_known(total)), None)
     if known is None:
         return
-    for part in parts:
-        for size in part:
-            sizes.bind(size, known // len(part))
-    for total in totals:
-        sizes.bind(total, known)
+    # Balanced routing: a rank receives as many rows as it sends, and skew makes it other than that.
+    num_rows, is_routed = sizes.size(known), sizes.is_routed(known)
+    for total, parts in sides:
+        is_side_routed = sizes.is_routed(total) if sizes.is_known(total) else not is_routed
+        for size in parts:
+            sizes.bind(size, num_rows // len(parts), is_side_routed)
+        sizes.bind(total, num_rows, is_side_routed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +314,7 @@ def register_cost(op: Any, cost: CostFunction) -> None:
 
     Raises ConfigError if the operator has a cost function already.
     """
-    if op in _COSTS:
+    if graph.operator(op) in _COSTS:
         raise ConfigError(f"operator {op} has a cost function already")
     _COSTS[op] = cost
 
@@ -249,7 +345,7 @@ def estimate(
             )
         if _is_host_read(node, on_device):
             return NodeCost(profile.host_read_us, is_host_read=True, result_bytes=result_bytes)
-        return NodeCost(_work(node, sizes).us(profile), result_bytes=result_bytes)
+        return NodeCost(work_of(node, sizes).us(profile), result_bytes=result_bytes)
 
     return Costs({node.name: cost(node) for node in gm.graph.nodes}, profile.launch_us)
 
@@ -282,15 +378,23 @@ def unit_us(node: fx.Node) -> float:
 
 
 def _collective_us(node: fx.Node, profile: Profile, num_ranks: int, sizes: Sizes) -> float:
-    operand_bytes = sizes.num_bytes(collectives.operand_of(node))
-    volume = collectives.kind_of(node).volume(operand_bytes, num_ranks)
-    return profile.latency_us + volume / profile.link_bytes_per_us(num_ranks)
+    volume = volume_of(node, num_ranks, sizes)
+    return profile.collective_us(collectives.kind_of(node).value, num_ranks, volume)
 
 
-def _work(node: fx.Node, sizes: Sizes) -> Work:
-    if node.op != "call_function" or collectives.is_wait(node):
+def volume_of(start: fx.Node, num_ranks: int, sizes: Sizes) -> float:
+    """Bytes that one rank of `num_ranks` sends, or receives, where a router sends it more."""
+    kind, num_bytes = collectives.kind_of(start), sizes.num_bytes(collectives.operand_of(start))
+    if kind is Kind.ALL_TO_ALL:
+        num_bytes = max([num_bytes, *_result_bytes(start, sizes)])
+    return collectives.volume_of(start, num_bytes, num_ranks)
+
+
+def work_of(node: fx.Node, sizes: Sizes) -> Work:
+    """What a node does; nothing for one that only names memory, and for communication."""
+    if node.op != "call_function" or collectives.is_wait(node) or collectives.is_start(node):
         return Work()
-    args, kwargs = _fake_arguments(node)
+    args, kwargs = fake_arguments(node)
     call = Call(args, kwargs, graph.fake_value(node), sizes)
     for op in (node.target, _packet(node)):
         if op in _COSTS:
@@ -309,7 +413,7 @@ def is_view(node: fx.Node) -> bool:
         return bool(results) and node.op == "call_function" and _is_plain_function(node.target)
     if node.target._schema.is_mutable:
         return False
-    owned = {graph.storage_of(t) for t in _tensors(_fake_arguments(node))}
+    owned = {graph.storage_of(t) for t in _tensors(fake_arguments(node))}
     return all(graph.storage_of(result) in owned for result in results)
 
 
@@ -394,13 +498,13 @@ for _op in (
 
 def _is_host_read(node: fx.Node, on_device: bool) -> bool:
     if graph.is_call(node, _aten._to_copy):
-        source, result = _fake_arguments(node)[0][0], graph.fake_value(node)
+        source, result = fake_arguments(node)[0][0], graph.fake_value(node)
         is_copy_back = source.device.type != "cpu" and result.device.type == "cpu"
         return is_copy_back and not node.kwargs.get("non_blocking", False)
     if not collectives.is_host_read(node):
         return False
     # Where the program runs on a device, an item of a host tensor is there already.
-    return not on_device or _fake_arguments(node)[0][0].device.type != "cpu"
+    return not on_device or fake_arguments(node)[0][0].device.type != "cpu"
 
 
 def _is_on_device(node: fx.Node) -> bool:
@@ -417,7 +521,8 @@ def _packet(node: fx.Node) -> Any:
     return getattr(node.target, "overloadpacket", node.target)
 
 
-def _fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def fake_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a node, nodes replaced by their fake values."""
     return cast(Any, fx.map_arg((node.args, node.kwargs), graph.fake_value))
 
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from overlap import report, target
+from overlap import cost_table, report, target
 from overlap.config import Config
 from overlap.errors import ConfigError
 from overlap.report import MeasuredStep, Report
@@ -58,6 +58,7 @@ class DemoOptions:
     link_mbit: bandwidth of the emulated link, in 10^6 bits per second each way.
     steps: timed steps of each variant, rounded up to whole blocks.
     config: of the target.
+    costs: path of a cost table for the compiled variants, None for the profile's formulas.
     """
 
     link_mbit: float = 200.0
@@ -65,10 +66,13 @@ class DemoOptions:
     slices: int | str = "auto"
     steps: int = 44
     config: str = "demo"
+    costs: str | None = None
 
     def __post_init__(self) -> None:
         link.LinkConfig(self.link_mbit)
-        Config(slices=self.slices)
+        Config(slices=self.slices, costs=self.costs)
+        if self.costs is not None:
+            cost_table.load(self.costs)
         if self.steps < 1:
             raise ConfigError(f"steps is {self.steps!r}; expected at least 1")
         if self.num_ranks < 1:
@@ -81,9 +85,11 @@ class DemoOptions:
 
 @dataclasses.dataclass(frozen=True)
 class StepFigures:
-    """One timed step on one rank, in milliseconds; `hidden` from 0 to 1, 0 if nothing was sent."""
+    """One timed step on one rank, in milliseconds; `hidden` from 0 to 1, 0 if nothing was sent.
+    graphs_ms: its forward and backward, the part that is compiled."""
 
     step_ms: float
+    graphs_ms: float
     comm_ms: float
     exposed_ms: float
     hidden: float
@@ -94,7 +100,8 @@ class VariantRun:
     """What one rank saw of one variant.
 
     losses: of every step, the untimed ones too. compile_s: the first step, less a usual one.
-    measured: one step, close to the median, as the link saw it.
+    measured: one step, close to the median, as the link saw it. predicted_ms: forward and backward;
+    None where nothing was compiled.
     """
 
     figures: list[StepFigures] = dataclasses.field(default_factory=list[StepFigures])
@@ -103,6 +110,7 @@ class VariantRun:
     peak_bytes: int = 0
     heldout_loss: float = math.nan
     measured: MeasuredStep | None = None
+    predicted_ms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +140,13 @@ class Spread:
 class Variant:
     """One row of the table. Times in milliseconds, per step, averaged over the ranks but for
     `step_ms`, which is that of the slowest rank. num_equal_losses: how many first losses were
-    bitwise equal to eager's on all ranks."""
+    bitwise equal to eager's on all ranks. graphs_ms: forward and backward of the slowest rank;
+    predicted_ms: the same, predicted."""
 
     name: str
     step_ms: Spread
+    graphs_ms: Spread
+    predicted_ms: float | None
     comm_ms: Spread
     exposed_ms: Spread
     hidden: float
@@ -195,6 +206,8 @@ def _figures_json(variant: Variant) -> dict[str, Any]:
 
     return {
         "step_ms": spread(variant.step_ms),
+        "forward_backward_ms": spread(variant.graphs_ms),
+        "predicted_ms": variant.predicted_ms,
         "comm_ms": spread(variant.comm_ms),
         "exposed_ms": spread(variant.exposed_ms),
         "hidden": variant.hidden,
@@ -273,7 +286,8 @@ class _Trainer:
         compiled: Any = module
         if name != EAGER:
             slices = 1 if name == UNSLICED else self.options.slices
-            compiled = torch.compile(module, backend="overlap", options={"slices": slices})
+            options: Any = {"slices": slices, "axis": "batch", "costs": self.options.costs}
+            compiled = torch.compile(module, backend="overlap", options=options)
         make_batches = target.load(TEXT)
         batches = make_batches("train", batch, seq, rank=self.rank, world=self.world)
         return _Copy(name, module, compiled, step.optimizer, VariantRun(), batches)
@@ -295,8 +309,13 @@ class _Trainer:
             self._take_turns()
             for one in self.copies:
                 one.seen.heldout_loss = self._heldout_loss(one.module)
-        overlap = next(one for one in self.copies if one.name == OVERLAP)
-        found = report.explain(overlap.compiled) if self.rank == 0 else None
+        reports = {
+            one.name: report.explain(one.compiled) for one in self.copies if one.name != EAGER
+        }
+        for one in self.copies:
+            if one.name in reports and reports[one.name].graphs:
+                one.seen.predicted_ms = reports[one.name].predicted_us / 1e3
+        found = reports[OVERLAP] if self.rank == 0 else None
         return RankRun({one.name: one.seen for one in self.copies}, found)
 
     def _prepare(self, one: _Copy) -> None:
@@ -380,6 +399,7 @@ class _Trainer:
 def _figures(step: MeasuredStep) -> StepFigures:
     return StepFigures(
         step_ms=step.length_us / 1e3,
+        graphs_ms=(step.graphs_us or 0.0) / 1e3,
         comm_ms=step.comm_us / 1e3,
         exposed_ms=step.exposed_us / 1e3,
         hidden=step.hidden,
@@ -436,6 +456,8 @@ def _summarize_variant(
     return Variant(
         name=name,
         step_ms=Spread.of(over_ranks("step_ms", max)),
+        graphs_ms=Spread.of(over_ranks("graphs_ms", max)),
+        predicted_ms=runs[0].predicted_ms,
         comm_ms=Spread.of(over_ranks("comm_ms", statistics.fmean)),
         exposed_ms=Spread.of(over_ranks("exposed_ms", statistics.fmean)),
         hidden=statistics.median(over_ranks("hidden", statistics.fmean)),

@@ -44,6 +44,7 @@ def grid(result: DemoResult) -> Grid:
     columns = (
         "\nvariant",
         "step ms\nmin q1 median",
+        "fw+bw ms\npredicted",
         "comm.\nms",
         "exposed\nms",
         "\nhidden",
@@ -61,6 +62,7 @@ def _row(variant: Variant, result: DemoResult) -> tuple[str, ...]:
     return (
         _name(variant, result),
         f"{step.min:.0f} {step.q1:.0f} {step.median:.0f}",
+        _predicted(variant),
         f"{variant.comm_ms.median:.0f}",
         f"{variant.exposed_ms.median:.0f}",
         percent(variant.hidden) if communicates(result) else "-",
@@ -68,6 +70,14 @@ def _row(variant: Variant, result: DemoResult) -> tuple[str, ...]:
         "-" if is_eager else f"{variant.max_loss_diff:.1e}",
         f"{variant.peak_bytes / 1e6:.1f}",
         "-" if is_eager else f"{variant.compile_s:.0f}",
+    )
+
+
+def _predicted(variant: Variant) -> str:
+    """`556 for 548`: forward and backward, predicted and the median measured."""
+    measured = f"{variant.graphs_ms.median:.0f}"
+    return (
+        measured if variant.predicted_ms is None else f"{variant.predicted_ms:.0f} for {measured}"
     )
 
 
@@ -102,6 +112,13 @@ def notes(result: DemoResult) -> Iterator[str]:
     )
     losses = ", ".join(f"{_name(v, result)} {v.heldout_loss:.4f}" for v in result.variants)
     yield f"held-out loss, nats a byte: {losses}"
+    if own.predicted_ms is not None:
+        error = own.predicted_ms / own.graphs_ms.median - 1
+        source = result.options.costs or "formulas; overlap hardware --measure makes a cost table"
+        yield (
+            f"fw+bw: forward and backward, which are compiled, without averaging of gradients and "
+            f"optimizer; predicted from {source}: {100 * error:+.0f} % for {_name(own, result)}"
+        )
     yield f"peak memory: {memory.METHOD}"
     if communicates(result):
         yield "exposed: on the link while the caller was blocked in a wait"

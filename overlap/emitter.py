@@ -9,6 +9,7 @@ expert that they go to (`overlap.instantiate_experts`).
 
 from __future__ import annotations
 
+import collections
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._sympy.functions import FloorDiv
 
-from overlap import graph
+from overlap import exactness, graph
 from overlap import placement as pl
 from overlap.errors import PassError
 from overlap.graph import Tag
@@ -99,7 +100,8 @@ class Emitter:
         self.sizes = Sizes(self.graph)
         self.whole: dict[fx.Node, Any] = {}
         self.slices: dict[fx.Node, list[Any]] = {}
-        self.joins: dict[tuple[fx.Node, bool], Any] = {}
+        self.joins: dict[tuple[fx.Node, bool, Any], Any] = {}
+        self.reads: collections.Counter[fx.Node] = collections.Counter()
         self.grad = True
         self.current: fx.Node | None = None
 
@@ -149,15 +151,18 @@ class Emitter:
         return [self.emit_slice(node, decision, i) for i in range(self.num_slices)]
 
     def emit_slice(self, node: fx.Node, decision: Decision, index: int) -> Any:
-        args, kwargs = _with_replaced(node, decision)
+        args, kwargs = graph.arguments_with(node, decision.replace)
         operand = functools.partial(self.operand, index=index, decision=decision)
         return self.tagged(self.copy(node, args, kwargs, operand), index)
 
     def copy(
         self, node: fx.Node, args: Any, kwargs: Any, operand: Callable[[fx.Node], Any]
     ) -> fx.Node:
+        self.reads.clear()
+
         def value(arg: Any) -> Any:
             if isinstance(arg, fx.Node):
+                self.reads[arg] += 1
                 return operand(arg)
             return self.sizes.write(arg) if isinstance(arg, sympy.Expr) else arg
 
@@ -198,11 +203,33 @@ class Emitter:
         """The program's value of `node`."""
         if node in self.whole:
             return self.whole[node]
+        use = self.use_of(node)
         for grad in self.grads_that_serve():
-            if (node, grad) in self.joins:
-                return self.joins[node, grad]
-        self.joins[node, self.grad] = self.joined(node)
-        return self.joins[node, self.grad]
+            if (node, grad, use) in self.joins:
+                return self.joins[node, grad, use]
+        self._check_layout(node)
+        self.joins[node, self.grad, use] = self.joined(node)
+        return self.joins[node, self.grad, use]
+
+    def use_of(self, node: fx.Node) -> Any:
+        """What tells the cuts and joins of a value apart that must not be shared.
+
+        Autograd adds up the gradients of a value use by use, the last one first. A cut or join that
+        several uses share would add up theirs before those of the uses between them; for three uses
+        and more that is another order, which exact numerics does not allow.
+        """
+        if not self.plan.is_exact or exactness.num_uses(node) <= 2:
+            return None
+        return self.current, self.reads[node]
+
+    def _check_layout(self, node: fx.Node) -> None:
+        """Kernels may round otherwise by how their operands lie in memory, and a join lies in the
+        order of its dims. Raises PassError where that changes, and bits must not."""
+        if self.plan.is_exact and exactness.holds_reals(node) and not exactness.is_contiguous(node):
+            raise PassError(
+                f"{node.name} has to be joined and lies in another order in memory than its dims "
+                "say, which kernels may round otherwise (numerics='exact'); make it contiguous"
+            )
 
     def grads_that_serve(self) -> tuple[bool, ...]:
         """A cut or join made under no_grad carries no gradient; one that does serves there too."""
@@ -212,28 +239,13 @@ class Emitter:
         """The program's value of a node of which slices have parts."""
         raise NotImplementedError
 
-    def derived(self, target: Any, *args: Any) -> fx.Node:
-        new = self.graph.call_function(target, args)
+    def derived(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
         if self.current is not None:
             graph.copy_facts(self.current, new)
+            graph.set_tag(new, Tag())  # the program may have been sliced along another axis before
         return new
 
 
 def _args(expr: sympy.Expr) -> tuple[Any, ...]:
     return expr.args
-
-
-def _with_replaced(node: fx.Node, decision: Decision) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with those that the decision rewrites, each where the call has it."""
-    args, kwargs = list(node.args), dict(node.kwargs)
-    if not decision.replace:
-        return tuple(args), kwargs
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    for name, value in decision.replace.items():
-        at = names.index(name)
-        if at < len(args):
-            args[at] = value
-        else:
-            kwargs[name] = value
-    return tuple(args), kwargs

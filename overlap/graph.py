@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,11 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils.checkpoint import CheckpointPolicy
 
+from overlap.errors import ConfigError
+
 _TAG_KEY = "overlap"
 _PHASE_KEY = "overlap_phase"
+REGION_KEY = "overlap_region"
 _VALUE_KEYS = ("val", "example_value", "tensor_meta", "unbacked_bindings", "eager_input_vals")
 
 
@@ -101,6 +105,11 @@ def copy_type(source: fx.Node, target: fx.Node, value: Any) -> None:
         target.meta["tensor_meta"] = source.meta["tensor_meta"]
 
 
+def binds_sizes(node: fx.Node) -> bool:
+    """Whether sizes of the result depend on data, and are known once the node has run."""
+    return bool(node.meta.get("unbacked_bindings"))
+
+
 def copy_facts(source: fx.Node, target: fx.Node) -> None:
     """Give `target` what is known about `source`: origin, tags, policies; not its value."""
     for key, value in source.meta.items():
@@ -145,13 +154,30 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """The innermost module that a node came from, as `layers.0.moe`; "" if unknown."""
+    """The innermost module that a node came from, as `layers.0.moe`, and in a region that the user
+    named, as `layers.0.moe:experts`; "" if unknown."""
+    name = annotation(node, REGION_KEY) or "" if node.op != "placeholder" else ""
+    return ":".join(part for part in (_module(node), name) if part)
+
+
+def _module(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    raw = next(reversed(stack.values()))[0]
+    return _plain_path(next(reversed(stack.values()))[0])
+
+
+def state_path(placeholder: fx.Node) -> str:
+    """The parameter or buffer behind an input, as `layers.0.norm.weight`; "" if it is none."""
+    if not is_module_state(placeholder):
+        return ""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return _plain_path(source.name) if source is not None else ""
+
+
+def _plain_path(raw: str) -> str:
     path = re.sub(r"^L\['self'\]\.?|^L\['\w+'\]\.?", "", raw)
-    path = re.sub(r"_modules\['(\w+)'\]", r"\1", path)
+    path = re.sub(r"_(?:modules|parameters|buffers)\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     return path.replace("..", ".").strip(".")
 
@@ -201,11 +227,20 @@ def is_module_state(placeholder: fx.Node) -> bool:
 
 
 def copy_source(source: fx.Node, target: fx.Node) -> None:
-    """Carry the Dynamo guard source, a node attribute that copies lose, to another placeholder."""
+    """Carry the Dynamo guard source, a node attribute that copies lose, and what Dynamo knows of
+    the value, to another placeholder."""
     if hasattr(source, "_dynamo_source"):
         target._dynamo_source = source._dynamo_source  # pyright: ignore[reportAttributeAccessIssue]
-    if "grapharg" in source.meta:
-        target.meta["grapharg"] = source.meta["grapharg"]
+    for key in ("grapharg", "example_value"):
+        if key in source.meta:
+            target.meta[key] = source.meta[key]
+
+
+def requires_gradient(placeholder: fx.Node) -> bool:
+    """Whether a gradient is asked for; what a trace records of an input itself does not say."""
+    value = placeholder.meta.get("example_value")
+    value = fake_value(placeholder) if value is None else value
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -265,6 +300,58 @@ def draws_random_numbers(node: fx.Node) -> bool:
 def args_of(node: fx.Node) -> tuple[Any, ...]:
     """The positional arguments of a call, as plain values: fx types them too widely to use."""
     return node.args
+
+
+def operator(op: Any) -> Any:
+    """`op` if a node can call it: an operator, an overload of one, or a function.
+
+    Raises ConfigError for what wraps an operator, such as what torch.library.custom_op returns.
+    """
+    if isinstance(op, torch._ops.OperatorBase | torch._ops.OpOverloadPacket) or (
+        inspect.isroutine(op)
+    ):
+        return op
+    raise ConfigError(
+        f"expected an operator such as torch.ops.my_library.my_op, found a {type(op).__name__}; "
+        "name the operator by its library"
+    )
+
+
+def schemas(packet: Any) -> list[Any]:
+    """The schemas of an operator's overloads."""
+    return [getattr(packet, name)._schema for name in packet.overloads()]
+
+
+def schema_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of a call by schema name, with defaults; by position for plain functions."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
+    arguments: dict[str, Any] = {}
+    for i, argument in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            arguments[argument.name] = node.args[i]
+        elif argument.name in node.kwargs:
+            arguments[argument.name] = node.kwargs[argument.name]
+        else:
+            arguments[argument.name] = argument.default_value
+    return arguments
+
+
+def arguments_with(node: fx.Node, new: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with some of them, by schema name, replaced where the call has
+    them."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if not new:
+        return tuple(args), kwargs
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    for name, value in new.items():
+        at = names.index(name)
+        if at < len(args):
+            args[at] = value
+        else:
+            kwargs[name] = value
+    return tuple(args), kwargs
 
 
 def packet_of(node: fx.Node) -> Any:

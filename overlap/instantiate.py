@@ -39,7 +39,8 @@ def instantiate(gm: fx.GraphModule, plan: Plan, slices: int) -> None:
 
 
 class RowEmitter(Emitter):
-    """Slices of consecutive rows; the cut before slice i is at row `rows * i // N`.
+    """Slices of consecutive rows; the cut before slice i is at row `rows * i // N`, or at the
+    multiple of the plan's unit that comes of counting rows in units.
 
     lengths: rows of every slice.
     cuts: each slice's part of a whole value, by value, dim and grad mode.
@@ -49,7 +50,7 @@ class RowEmitter(Emitter):
     def __init__(self, gm: fx.GraphModule, plan: Plan, num_slices: int) -> None:
         super().__init__(gm, plan, num_slices)
         self.lengths: list[Any] = []
-        self.cuts: dict[tuple[fx.Node, int, bool], list[fx.Node]] = {}
+        self.cuts: dict[tuple[fx.Node, int, bool, Any], list[fx.Node]] = {}
         self.packed: dict[fx.Node, fx.Node] = {}
 
     def begin(self) -> None:
@@ -58,10 +59,12 @@ class RowEmitter(Emitter):
     def _slice_lengths(self) -> list[Any]:
         """Rows of every slice."""
         call, rows = self.sizes.call, self.sizes.write(self.plan.batch)
-        first_rows = [
-            call(operator.floordiv, call(operator.mul, rows, i), self.num_slices)
+        units = call(operator.floordiv, rows, self.plan.unit) if self.plan.unit > 1 else rows
+        shares = [
+            call(operator.floordiv, call(operator.mul, units, i), self.num_slices)
             for i in range(self.num_slices)
         ]
+        first_rows = [call(operator.mul, share, self.plan.unit) for share in shares]
         ends = [*first_rows[1:], rows]
         return [call(operator.sub, b, a) for a, b in zip(first_rows, ends, strict=True)]
 
@@ -76,24 +79,22 @@ class RowEmitter(Emitter):
 
     def _pack_counts(self, start: fx.Node) -> fx.Node:
         """One exchange of the counts of all slices: every rank's block of each, side by side."""
-        arguments = pl.schema_arguments(start)
-        ranks = len(arguments["input_split_sizes"])
+        ranks = len(collectives.splits_of(start)[1])
         blocks = [
             self.derived(aten.view.default, counts, [ranks, -1])
-            for counts in self.slices[arguments["input"]]
+            for counts in self.slices[collectives.rows_of(start)]
         ]
         packed = self.derived(aten.cat.default, blocks, 1)
         ones = [1] * ranks
-        new = self.derived(start.target, packed, ones, ones, arguments["group_name"])
+        args, kwargs = collectives.with_parts(start, packed, ones, ones)
+        new = self.derived(start.target, *args, **kwargs)
         self.packed[start] = new
         return new
 
     def _unpack_counts(self, wait: fx.Node, start: fx.Node) -> list[fx.Node]:
         received = self.derived(wait.target, self.packed[start])
         shape = [int(size) for size in pl.shape_of(wait)]
-        width = int(pl.product(pl.shape_of(wait))) // len(
-            pl.schema_arguments(start)["input_split_sizes"]
-        )
+        width = int(pl.product(pl.shape_of(wait))) // len(collectives.splits_of(start)[1])
         pieces: list[fx.Node] = []
         for i in range(self.num_slices):
             block = self.derived(aten.slice.Tensor, received, 1, i * width, (i + 1) * width)
@@ -115,16 +116,17 @@ class RowEmitter(Emitter):
 
     def _cut(self, node: fx.Node, dim: int, per_batch_row: sympy.Expr) -> list[fx.Node]:
         """Every slice's rows of a whole value at once: the backward of one split is one cat."""
+        use = self.use_of(node)
         for grad in self.grads_that_serve():
-            if (node, dim, grad) in self.cuts:
-                return self.cuts[node, dim, grad]
+            if (node, dim, grad, use) in self.cuts:
+                return self.cuts[node, dim, grad, use]
         rows = self.sizes.write(per_batch_row)
         lengths = [self.sizes.call(operator.mul, rows, length) for length in self.lengths]
         split = self.derived(aten.split_with_sizes.default, self.join(node), lengths, dim)
         pieces = [
             self.tagged(self.derived(operator.getitem, split, i), i) for i in range(self.num_slices)
         ]
-        self.cuts[node, dim, self.grad] = pieces
+        self.cuts[node, dim, self.grad, use] = pieces
         return pieces
 
     def joined(self, node: fx.Node) -> Any:

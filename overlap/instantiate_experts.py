@@ -59,8 +59,8 @@ class ExpertEmitter(Emitter):
     def emit_slices(self, node: fx.Node, decision: Decision) -> list[Any]:
         number = self._number_of_slices(node)
         if collectives.is_start(node):
-            sizes = "input_split_sizes" if self._is_dispatch(node) else "output_split_sizes"
-            splits = pl.schema_arguments(node)[sizes]
+            outs, ins = collectives.splits_of(node)
+            splits = ins if self._is_dispatch(node) else outs
             self.taken[node] = [[self._scalar(n, i) for n in splits] for i in range(number)]
         elif collectives.is_wait(node):
             start = collectives.start_of(node)

@@ -22,37 +22,66 @@ import sympy
 import torch
 from torch import fx
 
-from overlap import collectives, graph, slicing
+from overlap import collectives, exactness, graph, slicing
 from overlap import placement as pl
+from overlap.certificate import Certificate
+from overlap.collectives import Kind
 from overlap.errors import PassError
-from overlap.placement import Counts, Decision, Split
+from overlap.placement import Counts, Decision, Op, Refusal, Split
+from overlap.regions import Scope
 from overlap.slicing import Island, Plan, Refused, Rows
 
 
-def analyse_tokens(gm: fx.GraphModule) -> Plan:
-    """The plan for slices of the tokens of every island.
+def analyse_tokens(
+    gm: fx.GraphModule, scope: Scope | None = None, exact: Certificate | None = None
+) -> Plan:
+    """The plan for slices of the tokens of every island in `scope` (all of them). With a
+    certificate, one that changes no bit: there is none, for an expert's rows come slice by slice.
 
     Raises PassError where no exchange is routed, or a value that slices need cannot be had.
     """
-    return _only_islands(gm, _prove(gm))
+    return _only_islands(gm, _prove(gm, scope, exact))
 
 
-def analyse_experts(gm: fx.GraphModule) -> Plan:
-    """The plan for slices of the local experts of every island.
+def analyse_experts(
+    gm: fx.GraphModule, scope: Scope | None = None, exact: Certificate | None = None
+) -> Plan:
+    """The plan for slices of the local experts of every island in `scope` (all of them). With a
+    certificate, one that changes no bit: an island that holds something that does is left
+    un-sliced.
 
     Raises PassError where no exchange is routed, or a value that slices need cannot be had.
     """
-    return _by_experts(gm, _prove(gm))
+    plan = _prove(gm, scope, None)
+    islands = {key: island for key, island in _islands(plan).items() if island.experts > 1}
+    small = [_one_expert_each(i.dispatch) for i in _islands(plan).values() if i.experts == 1]
+    result = _by_experts(gm, plan, islands)
+    while exact is not None and (inexact := _first_inexact(gm, result, exact)):
+        keys, refused = inexact
+        islands = {key: island for key, island in islands.items() if key not in keys}
+        small.append(refused)
+        result = _by_experts(gm, plan, islands)
+    remarks = (*result.remarks, *small)
+    return dataclasses.replace(result, remarks=remarks, is_exact=exact is not None)
 
 
-def _prove(gm: fx.GraphModule) -> Plan:
+def is_routed(gm: fx.GraphModule) -> bool:
+    """Whether an all-to-all is split by counts."""
+    return any(map(_has_counted_splits, gm.graph.nodes))
+
+
+def _prove(gm: fx.GraphModule, scope: Scope | None, exact: Certificate | None) -> Plan:
     """The proof along tokens: of the counts that there may be, the one that proves most."""
-    exchanges = [node for node in gm.graph.nodes if _has_counted_splits(node)]
+    exchanges = [
+        node
+        for node in gm.graph.nodes
+        if _has_counted_splits(node) and (scope is None or scope.has(node))
+    ]
     if not exchanges:
         raise PassError("no all-to-all is split by counts, so there is no island to slice")
     best: Plan | None = None
     for rows in _token_counts(gm, exchanges):
-        plan = slicing.prove(gm, rows)
+        plan = slicing.prove(gm, rows, scope, exact)
         if best is None or _proven(plan) > _proven(best):
             best = plan
         if {node.name for node in exchanges} <= {*best.sliced_starts}:
@@ -95,9 +124,10 @@ def _reads_numbers(node: fx.Node) -> bool:
 
 
 def _has_counted_splits(node: fx.Node) -> bool:
-    if not graph.is_call(node, torch.ops._c10d_functional.all_to_all_single):
+    """Whether a node starts an all-to-all that is split by numbers of the data."""
+    if not collectives.is_start(node) or collectives.kind_of(node) is not Kind.ALL_TO_ALL:
         return False
-    return any(isinstance(n, fx.Node) for n in pl.schema_arguments(node)["input_split_sizes"])
+    return any(isinstance(n, fx.Node) for n in collectives.splits_of(node)[1])
 
 
 def _remarks(plan: Plan, exchanges: Sequence[fx.Node]) -> Iterator[Refused]:
@@ -117,7 +147,8 @@ def _remarks(plan: Plan, exchanges: Sequence[fx.Node]) -> Iterator[Refused]:
         if node not in seen and not is_seed:
             seen[node] = None
             stack.extend(node.all_input_nodes)
-    return (r for r in plan.remarks if r.node in seen or r.consequence == slicing.EXCHANGE_KEPT)
+    is_kept = slicing.EXCHANGE_KEPT
+    return (r for r in plan.remarks if r.node in seen or r.is_asked or r.consequence == is_kept)
 
 
 # --- tokens ---------------------------------------------------------------------------------------
@@ -146,10 +177,8 @@ def _only_islands(gm: fx.GraphModule, plan: Plan) -> Plan:
 # --- experts --------------------------------------------------------------------------------------
 
 
-def _by_experts(gm: fx.GraphModule, plan: Plan) -> Plan:
+def _by_experts(gm: fx.GraphModule, plan: Plan, islands: Mapping[str, Island]) -> Plan:
     """Between dispatch and combine a node runs once per slice; all else is computed once."""
-    found = _islands(plan)
-    islands = {key: island for key, island in found.items() if island.experts > 1}
     parts: dict[fx.Node, None] = {}  # nodes that slices have a part of
     result: dict[fx.Node, Decision] = {}
     for node, decision in plan.decisions.items():
@@ -158,15 +187,14 @@ def _by_experts(gm: fx.GraphModule, plan: Plan) -> Plan:
             result[node] = Decision(decision.placement, once=True, drop=decision.drop)
         else:
             parts[node] = None
-            result[node] = _with_exact_sums(node, decision, plan)
-    small = (_one_expert_each(found[key].dispatch) for key in found if key not in islands)
+            is_one = is_of_one_expert(node, decision, plan)
+            result[node] = dataclasses.replace(decision, summed=()) if is_one else decision
     return dataclasses.replace(
         plan,
         axis="expert",
         decisions=result,
         sliced_starts=slicing.sliced_starts(gm, result),
         islands=islands,
-        remarks=(*plan.remarks, *small),
     )
 
 
@@ -218,14 +246,57 @@ def is_returned(node: fx.Node, plan: Plan) -> bool:
             return False
 
 
-def _with_exact_sums(node: fx.Node, decision: Decision, plan: Plan) -> Decision:
-    """No sum is reassociated where all rows that are summed are one expert's."""
+def is_of_one_expert(node: fx.Node, decision: Decision, plan: Plan) -> bool:
+    """Whether all rows that a node computes together are one expert's: then they are the rows that
+    it computes together in the program as written, in the same order."""
     if decision.groups is not None:
         rows = [group.experts for group in decision.groups.groups]
     else:
-        rows = [experts_of(plan.decisions[n].placement) for n in node.all_input_nodes]
-    is_exact = all(len(experts) <= 1 for experts in rows)
-    return dataclasses.replace(decision, reassociates="") if is_exact else decision
+        own = (decision.placement, *(plan.decisions[n].placement for n in node.all_input_nodes))
+        rows = [frozenset[int]().union(*map(experts_of, own))]
+    return all(len(experts) <= 1 for experts in rows)
+
+
+def _first_inexact(
+    gm: fx.GraphModule, plan: Plan, certificate: Certificate
+) -> tuple[frozenset[str], Refused] | None:
+    """A node of an island that changes bits, with the keys of its island."""
+    graded = exactness.differentiable(gm.graph)
+    placements = {node: decision.placement for node, decision in plan.decisions.items()}
+    sources: dict[fx.Node, frozenset[str]] = {}
+    for node, decision in plan.decisions.items():
+        keys = slicing.routing_keys(decision.placement) & plan.islands.keys()
+        before = (sources[n] for n in node.all_input_nodes)
+        sources[node] = frozenset(keys).union(*before)
+        if decision.once or decision.drop or not plan.is_sliced(node):
+            sources[node] = frozenset()
+            continue
+        op = Op(node, pl.schema_arguments(node), placements, plan.batch)
+        try:
+            _check_exact(op, decision, plan, certificate, graded)
+        except Refusal as refusal:
+            refused = Refused(node, refusal.reason, slicing.EXCHANGE_KEPT, refusal.advice)
+            return sources[node] or frozenset(plan.islands), refused
+    return None
+
+
+def _check_exact(
+    op: Op, decision: Decision, plan: Plan, certificate: Certificate, graded: set[fx.Node]
+) -> None:
+    """Raise Refusal for a node of an island that may change bits."""
+    if graph.draws_random_numbers(op.node):
+        raise op.refuse("draws random numbers for the rows of several experts (numerics='exact')")
+    if decision.reassociates:
+        raise op.refuse("adds up the rows of several experts (numerics='exact')")
+    if decision.summed:
+        names = ", ".join(exactness.names_of(decision.summed))
+        raise op.refuse(
+            f"uses {names} for the rows of several experts, so that its gradient would be a sum "
+            "over slices (numerics='exact')",
+            "give each expert its own call",
+        )
+    if not is_of_one_expert(op.node, decision, plan) or not exactness.is_aligned(op):
+        exactness.check_kernel(op, decision, certificate, graded)
 
 
 def experts_of(placement: pl.Placement) -> frozenset[int]:

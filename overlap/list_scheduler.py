@@ -47,6 +47,7 @@ class Shape:
     users: by position, who depends on it. waits: by start, its waits.
     touches: by position, the storages that it makes or touches; made_bytes: what it makes.
     is_leaf: by position, whether it is free and has no user at all: an assertion.
+    is_needed: by position, whether any compute, host read or collective depends on it.
     """
 
     def __init__(self, program: Program) -> None:
@@ -60,6 +61,11 @@ class Shape:
                 self.users[dep].append(task)
             if program.starts[task] >= 0:
                 self.waits[program.starts[task]].append(task)
+        self.is_needed = bytearray(size)
+        for task in reversed(range(size)):
+            if program.kinds[task] not in (TaskKind.FREE, TaskKind.WAIT) or self.is_needed[task]:
+                for dep in program.deps[task]:
+                    self.is_needed[dep] = 1
         for i, storage in enumerate(program.storages):
             self.made_bytes[storage.definer] += storage.num_bytes
             for task in (storage.definer, *storage.uses):
@@ -213,7 +219,8 @@ class ListScheduler:
         self._keys = rule.keys
         self._patience = rule.patience
         self._budget = budget
-        self._launch_us = machine.launch_us
+        # The host of a stream launches ahead, beside the kernels.
+        self._launch_us = 0.0 if machine.is_stream else machine.launch_us
         self._clock = Clock(program, machine)
         self._order: list[int] = []
         self._task_of_key = [0] * len(program)
@@ -249,8 +256,10 @@ class ListScheduler:
         task = self._next_compute()
         if task < 0:
             return self._idle()
-        work_us = self._program.durations[task] + self._launch_us
-        self._start_collectives(work_us)
+        work_us = self._program.durations[task] + self._launch_us * self._num_launched(task)
+        self._start_collectives(work_us + self._launch_us)  # the next start is launched after it
+        if self._has_arrived():
+            return True
         if self._is_worth_waiting(task, work_us):
             self._block()
             return True
@@ -260,23 +269,39 @@ class ListScheduler:
         """No compute is ready: start what can be started, then let the next collective arrive."""
         self._start_collectives(_EPSILON_US)
         finish_us = self._clock.next_finish_us()
-        if self._num_seen < len(self._clock.finished):
+        if self._has_arrived():
             return True
         if finish_us is None:
             return any(self._starts) and self._run_front()
-        self._start_collectives(finish_us - self._clock.time_us)
-        self._block()
+        self._start_collectives(finish_us - self._clock.time_us + self._launch_us)
+        if not self._has_arrived():
+            self._block()
         return True
+
+    def _has_arrived(self) -> bool:
+        """Whether a collective finished since the last look, as while another was launched."""
+        return self._num_seen < len(self._clock.finished)
 
     def _block(self) -> None:
         """Wait for the next collective to arrive."""
         first_seen = len(self._clock.finished)
-        self._clock.block()
+        # A wait is launched while its collective still runs; where none can be, the queue idles.
+        if not any(self._try(wait) for wait in self._next_waits()):
+            self._clock.block()
         self._arrive()
         for start in self._clock.finished[first_seen:]:
             for wait in self._shape.waits[start]:
                 if self._is_passed[wait] and not self._is_played[wait]:
                     self._try(wait)
+
+    def _next_waits(self) -> list[int]:
+        """Waits that nothing but the next collectives to arrive holds up."""
+        return [
+            wait
+            for start in self._clock.next_finished()
+            for wait in self._shape.waits[start]
+            if self._num_missing[wait] == 0 and not self._is_played[wait]
+        ]
 
     def _next_compute(self) -> int:
         """The ready compute of the smallest key, -1 if there is none."""
@@ -342,7 +367,7 @@ class ListScheduler:
         if finish_us is None or finish_us - self._clock.time_us > self._patience * work_us:
             return False
         return any(
-            self._keys[wait] < self._keys[task]
+            self._shape.is_needed[wait] and self._keys[wait] < self._keys[task]
             for start in self._clock.next_finished()
             for wait in self._shape.waits[start]
         )
@@ -356,6 +381,13 @@ class ListScheduler:
         if not self._is_passed[task]:
             self._pass(task)
         return True
+
+    def _num_launched(self, task: int) -> int:
+        """How many launches it takes to run `task`: its own, and of waits right before it."""
+        if not self._launch_us:
+            return 0
+        kinds = self._program.kinds
+        return sum(kinds[each] is not TaskKind.FREE for each in self._closure(task))
 
     def _closure(self, task: int) -> list[int]:
         """`task` and the tasks before it that are not played yet, in program order."""

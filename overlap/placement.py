@@ -32,8 +32,9 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
-from overlap import graph
-from overlap.errors import ConfigError
+from overlap import collectives, graph
+from overlap.errors import ConfigError, unknown_name
+from overlap.graph import schema_arguments
 
 # --- exact linear forms ---------------------------------------------------------------------------
 
@@ -347,7 +348,8 @@ class Decision:
     once: emit the node a single time, on joined operands; its result is cut where a slice reads it.
     first_slice: emit the node a single time, on the first slice's operands, whose values it does
         not read (a size that every slice shares, a fill of a whole size).
-    reassociates: the sum that slicing reassociates, for the report; "" for none.
+    reassociates: the sum over rows of all slices that the node is, for the report; "" for none.
+    summed: whole operands whose gradient becomes a sum over slices; found by the prover.
     note: how else the sliced program differs, told to the user; "" for nothing.
     drop: leave the node out of the sliced program.
     groups: of an operator that treats groups of rows apart; a slice of experts passes its own only.
@@ -359,6 +361,7 @@ class Decision:
     once: bool = False
     first_slice: bool = False
     reassociates: str = ""
+    summed: tuple[fx.Node, ...] = ()
     note: str = ""
     drop: bool = False
     groups: Groups | None = None
@@ -382,6 +385,7 @@ class Op:
     placements: of every node before this one.
     batch: the batch size B as an expression.
     seen: operands whose placement a rule asked for; a sliced one that it left out is refused.
+    acts_as: the operator whose rule this call is held to, None for its own.
     """
 
     node: fx.Node
@@ -389,6 +393,7 @@ class Op:
     placements: Mapping[fx.Node, Placement]
     batch: sympy.Expr
     seen: set[fx.Node] = dataclasses.field(default_factory=set[fx.Node], compare=False)
+    acts_as: Any = None
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -406,7 +411,7 @@ class Op:
     @property
     def packet(self) -> Any:
         """The operator, whatever the overload; the function itself for what is none."""
-        return graph.packet_of(self.node)
+        return self.acts_as or graph.packet_of(self.node)
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -443,12 +448,17 @@ _RULES: dict[Any, Rule] = {}
 def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], Rule]:
     """Decorator: the placement rule of one or more operators (OpOverloadPackets or functions).
 
-    The rule gets an `Op` and returns a `Decision` or raises `Refusal`. Raises ConfigError where an
-    operator has a rule already and `override` is not set.
+    The rule gets an `Op` and returns a `Decision` or raises `Refusal`. It answers for the backward
+    too, where the operator has one of its own: that runs once per slice, on the slice's gradients,
+    and what it returns for a whole operand is added up. `like` makes rules from those there are.
+
+    Raises ConfigError where an operator has a rule already and `override` is not set.
     """
 
+    known = [graph.operator(operator) for operator in operators]
+
     def register(rule: Rule) -> Rule:
-        for operator in operators:
+        for operator in known:
             if operator in _RULES and not override:
                 raise ConfigError(f"operator {operator} has a placement rule already")
             _RULES[operator] = rule
@@ -457,9 +467,41 @@ def register_rule(*operators: Any, override: bool = False) -> Callable[[Rule], R
     return register
 
 
+def like(operator: Any, **names: str) -> Rule:
+    """The rule of an operator that treats rows as another one does, forward and backward.
+
+    operator: the other one, an OpOverloadPacket with a rule.
+    names: its arguments, each by the new operator's name for it; the rest have their defaults.
+
+        overlap.register_rule(torch.ops.mine.swiglu)(like(torch.ops.aten.mul, self="a", other="b"))
+    """
+    if operator not in _RULES:
+        raise ConfigError(f"operator {operator} has no placement rule to be like")
+    [schema, *_] = graph.schemas(operator)
+    defaults = {a.name: a.default_value for a in schema.arguments}
+    for name in names:
+        if name not in defaults:
+            raise unknown_name("argument", name, defaults, place=f"of {operator}")
+
+    def rule(op: Op) -> Decision:
+        given = {theirs: op.arguments[own] for theirs, own in names.items()}
+        decision = _RULES[operator](
+            dataclasses.replace(op, arguments=defaults | given, acts_as=operator)
+        )
+        groups = decision.groups
+        if groups:
+            arguments = {names[name]: dim for name, dim in groups.arguments.items()}
+            groups = dataclasses.replace(groups, arguments=arguments)
+        replaced = {names[name]: value for name, value in decision.replace.items()}
+        return dataclasses.replace(decision, replace=replaced, groups=groups)
+
+    return rule
+
+
 def rule_for(node: fx.Node) -> Rule | None:
-    packet = getattr(node.target, "overloadpacket", None)
-    return _RULES.get(packet) or _RULES.get(node.target)
+    """The node's own, or that of the functional collective that does the same."""
+    packet, like = graph.packet_of(node), collectives.functional_like(node)
+    return _RULES.get(packet) or _RULES.get(node.target) or _RULES.get(like)
 
 
 def registered_rules() -> Mapping[Any, Rule]:
@@ -612,18 +654,3 @@ def name_of(operator: Any) -> str:
     name = getattr(operator, "__name__", str(operator))
     module = getattr(operator, "__module__", "").lstrip("_")
     return f"operator.{name}" if module == "operator" else f"torch.{name}" if module else name
-
-
-def schema_arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call by schema name, with defaults; by position for plain functions."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return {str(i): arg for i, arg in enumerate(node.args)} | dict(node.kwargs)
-    arguments: dict[str, Any] = {}
-    for i, argument in enumerate(node.target._schema.arguments):
-        if i < len(node.args):
-            arguments[argument.name] = node.args[i]
-        elif argument.name in node.kwargs:
-            arguments[argument.name] = node.kwargs[argument.name]
-        else:
-            arguments[argument.name] = argument.default_value
-    return arguments

@@ -295,7 +295,8 @@ def _start(node: fx.Node, symbols: Names) -> str:
     args = [prefix + format_argument(arg, symbols) for prefix, arg in named]
     target: Any = node.target
     in_place = "_" if target._schema.is_mutable else ""
-    return f"{collectives.kind_of(node).value}{in_place}({', '.join(args)}) group={group}"
+    other = "" if target.namespace == "_c10d_functional" else f" by={function_name(target)}"
+    return f"{collectives.kind_of(node).value}{in_place}({', '.join(args)}) group={group}{other}"
 
 
 def function_name(target: Any) -> str:

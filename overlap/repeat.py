@@ -85,9 +85,10 @@ class More:
 
 def unroll(
     forward: fx.GraphModule, backward: fx.GraphModule, num_forward_outputs: int, more: More
-) -> None:
+) -> int:
     """Make both graphs, as autograd and the partitioner leave them, those of a program with more
-    layers, in place. Raises PassError, with the graphs untouched, if they do not repeat.
+    layers, in place; returns how many results of its own the forward has then. Raises PassError,
+    with the graphs untouched, if they do not repeat.
 
     forward: takes parameters and inputs; returns its own results, then what is saved.
     backward: takes what is saved and the tangents; returns a gradient for every input of `forward`.
@@ -106,6 +107,8 @@ def unroll(
     graphs = first.run(), _Unroller(behind, more, first).run()
     for gm, unrolled in zip((forward, backward), graphs, strict=True):
         gm.graph = unrolled
+    own = (s.period for s in ahead.result_stretches if s.start < num_forward_outputs)
+    return num_forward_outputs + more.layers * sum(own)
 
 
 class _Sequences:

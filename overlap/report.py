@@ -21,6 +21,7 @@ from rich.text import Text
 from torch import nn
 
 from overlap import backend, compilation, cost, graph, shallow
+from overlap.choose import Choice
 from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
 from overlap.config import Config
 from overlap.errors import ConfigError, OverlapError
@@ -33,7 +34,8 @@ from overlap.tables import Grid, megabytes, ms, percent
 WIDTH = 110
 NOMINAL = (
     f"Predicted times are for nominal sizes (batch {cost.NOMINAL_BATCH}, other symbolic sizes as "
-    "the hardware profile says), so that every rank decides alike."
+    "the hardware profile says; those of a cost table where one is given), so that every rank "
+    "decides alike."
 )
 
 
@@ -84,6 +86,11 @@ class MeasuredStep:
     @property
     def length_us(self) -> float:
         return self.marks_us[-1][1]
+
+    @property
+    def graphs_us(self) -> float | None:
+        """Forward and backward together; None if no mark says when the backward ended."""
+        return dict(self.marks_us).get("backward")
 
     @property
     def hidden(self) -> float:
@@ -145,7 +152,7 @@ def _length(intervals: Iterable[tuple[float, float]]) -> float:
 class CollectiveReport:
     """One collective of the compiled program.
 
-    graph: "forward", "backward" or "inference"; name: of its start in that graph's dump.
+    graph: kind of its graph; name: of its start in that graph's dump.
     comm_us, exposed_us: predicted. measured_us, measured_exposed_us: time on the link, and blocked
         in its wait; None where nothing was measured.
     """
@@ -165,7 +172,8 @@ class CollectiveReport:
 @dataclasses.dataclass(frozen=True)
 class GraphReport:
     """One graph that runs: its text, its timelines in program order and as scheduled, the priority
-    that won, and which node belongs to which slice."""
+    that won, which node belongs to which slice, and how long it is predicted to take at the sizes
+    of this rank's batch."""
 
     kind: str
     dump: str
@@ -173,6 +181,7 @@ class GraphReport:
     after: Timeline
     method: str
     slices: dict[str, int]
+    local_us: float = 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -191,10 +200,15 @@ class Region:
 class Report:
     """What was decided for one compiled program, and what it is worth.
 
-    slices, axis: asked for, or chosen.
+    slices, axis: asked for, or chosen; where regions have axes of their own, all of them, as
+        "expert, batch".
     profile: name of the hardware profile behind the predictions.
+    choice: what slices and axis were chosen from, None if nothing was sliced.
+    costs: the cost table behind them and what of it was used, "" if it is the profile's formulas.
     reassociated: sums over sliced rows that may be added in another order.
+    certificate: what exact numerics went by; "" for other numerics.
     num_compilations: how often this callable was compiled; the latest that has a backward is shown.
+    kernels: who generated the kernels of each graph, in words.
     measured: a step that ran, None if none was given.
     """
 
@@ -208,7 +222,16 @@ class Report:
     remarks: tuple[Remark, ...]
     compile_s: float
     num_compilations: int
+    certificate: str = ""
+    kernels: tuple[str, ...] = ()
     measured: MeasuredStep | None = None
+    costs: str = ""
+    choice: Choice | None = None
+
+    @property
+    def predicted_us(self) -> float:
+        """All graphs of a step, at the sizes of this rank's batch and balanced routing."""
+        return sum(graph.local_us for graph in self.graphs)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -231,6 +254,10 @@ class Report:
             "axis": self.axis,
             "numerics": self.numerics,
             "profile": self.profile,
+            "costs": self.costs,
+            "forecast": dataclasses.asdict(self.choice) if self.choice else None,
+            "predicted_us": self.predicted_us,
+            "measured_us": self.measured.graphs_us if self.measured else None,
             "regions": [dataclasses.asdict(region) for region in self.regions],
             "graphs": [_graph_json(one) for one in self.graphs],
             "collectives": [dataclasses.asdict(one) for one in self.collectives],
@@ -240,6 +267,8 @@ class Report:
             "remarks": [dataclasses.asdict(remark) for remark in self.remarks],
             "compile_s": self.compile_s,
             "num_compilations": self.num_compilations,
+            "certificate": self.certificate,
+            "kernels": list(self.kernels),
         }
 
     def __rich__(self) -> RenderableType:
@@ -391,7 +420,7 @@ def _parameters_of(step: Any) -> Iterator[nn.Parameter]:
 
 
 def _most_telling(records: Sequence[Compilation]) -> Compilation:
-    with_backward = [r for r in records if any(g.kind == "backward" for g in r.graphs)]
+    with_backward = [r for r in records if any(g.kind in ("backward", "step") for g in r.graphs)]
     return (with_backward or list(records))[-1]
 
 
@@ -399,21 +428,46 @@ def _report(record: Compilation, num_compilations: int, measured: MeasuredStep |
     scheduled = [one for one in record.graphs if one.scheduled is not None]
     report = Report(
         slices=record.slices,
-        axis=record.axis,
+        axis=", ".join(record.axes) or record.axis,
         numerics=record.config.numerics,
         profile=record.profile.name if record.profile else "",
+        costs=_costs(record),
+        choice=record.choice,
         graphs=tuple(map(_graph_report, scheduled)),
         collectives=tuple(c for one in scheduled for c in _collective_reports(one)),
         reassociated=record.reassociated,
         remarks=tuple(record.remarks),
         compile_s=record.compile_s,
         num_compilations=num_compilations,
+        certificate=str(record.certificate) if record.is_exact else "",
+        kernels=tuple(_kernel_lines(record)),
     )
     return report if measured is None else with_measured(report, measured)
 
 
+def _kernel_lines(record: Compilation) -> Iterator[str]:
+    if record.inner == "eager":
+        yield "kernels: eager"
+        return
+    if not record.compiled:
+        yield "kernels: Inductor's, for the whole program"
+    for one in record.compiled:
+        yield (
+            f"kernels of the {one.kind}: Inductor's, {len(one.kernels)} runs, {one.num_distinct} "
+            f"of them distinct, for {one.num_nodes} operators; {one.num_eager} operators are eager"
+        )
+
+
+def _costs(record: Compilation) -> str:
+    sources = [one.sources for one in record.graphs if one.sources is not None]
+    if record.table is None or not sources:
+        return ""
+    used = sum(sources[1:], sources[0])
+    return f"cost table {record.config.costs} (sha256 {record.table.digest[:12]}): {used}"
+
+
 def _graph_report(one: CompiledGraph) -> GraphReport:
-    assert one.scheduled is not None
+    assert one.scheduled is not None and one.local is not None
     schedule = one.scheduled.schedule
     slices = {node.name: graph.tag_of(node).slice for node in one.gm.graph.nodes}
     return GraphReport(
@@ -423,6 +477,7 @@ def _graph_report(one: CompiledGraph) -> GraphReport:
         after=schedule.after,
         method=schedule.method,
         slices={name: index for name, index in slices.items() if index is not None},
+        local_us=one.local.makespan_us,
     )
 
 
@@ -447,7 +502,7 @@ def _facts(found: CompiledCollective) -> dict[str, Any]:
 def _match(
     collectives: Sequence[CollectiveReport], measured: MeasuredStep
 ) -> Iterator[CollectiveReport]:
-    """Starts run in the order of the program, forward before backward; so do the transfers."""
+    """Starts run in the order of the program, graph by graph; so do the transfers."""
     if len(collectives) != len(measured.transfers):
         yield from collectives
         return
@@ -526,7 +581,7 @@ _AXES = {
 
 
 def headline(report: Report) -> str:
-    along = _AXES[report.axis]
+    along = " and ".join(_AXES[axis] for axis in report.axis.split(", "))
     slices = "not sliced" if report.slices == 1 else f"{report.slices} slices along {along}"
     return (
         f"{slices}, numerics '{report.numerics}', hardware profile '{report.profile}', "
@@ -543,20 +598,47 @@ def _sections(report: Report) -> Iterator[RenderableType]:
         yield Text()
         yield collective_grid(report)
         yield Text(NOMINAL)
+        yield Text(predicted_line(report))
+        yield Text(f"costs: {report.costs or 'formulas of the profile'}")
+    for line in report.kernels:
+        yield Text(line)
+    if line := forecast_line(report):
+        yield Text(line)
     yield Text(reassociated_line(report))
+    if report.certificate:
+        yield Text(report.certificate)
     yield Text("\nremarks:" if report.remarks else "\nno remarks")
     for text, count in count_remarks(report).items():
         yield Text(f"  - {text}{f' ({count} times)' if count > 1 else ''}")
+
+
+def forecast_line(report: Report) -> str:
+    """What axis and slices were chosen from; "" if they were given."""
+    if report.choice is None or report.choice.unsliced_us is None:
+        return ""
+    sliced = "; ".join(map(str, report.choice.candidates))
+    return f"forecast of a step: un-sliced {ms(report.choice.unsliced_us)}; {sliced}"
+
+
+def predicted_line(report: Report) -> str:
+    """The step that is predicted for this rank's batch, beside the one that was measured."""
+    graphs = " + ".join(f"{one.kind} {ms(one.local_us)}" for one in report.graphs)
+    routing = "as it was measured" if report.costs else "balanced"
+    line = f"predicted for this rank's batch, routing {routing}: {graphs}"
+    line += f" = {ms(report.predicted_us)}" if len(report.graphs) > 1 else ""
+    measured_us = report.measured.graphs_us if report.measured else None
+    if measured_us is None:
+        return line
+    error = report.predicted_us / measured_us - 1
+    return f"{line}; measured {ms(measured_us)} ({100 * error:+.0f} %)"
 
 
 def reassociated_line(report: Report) -> str:
     """What may round otherwise than in the program as written, in words."""
     if report.slices == 1 or report.numerics == "exact":
         return "no sum is added in another order than in the program as written"
-    if not report.reassociated and report.axis == "expert":
-        return "no sum is added in another order: slices of experts leave every sum as it is"
     if not report.reassociated:
-        return "sums over sliced rows may be added in another order, in fp32 or better"
+        return "no sum is added in another order: what is sliced leaves every sum as it is"
     return f"added in another order, in fp32 or better: {', '.join(report.reassociated)}"
 
 

@@ -432,6 +432,8 @@ def report_parts(found: Report, unsliced: Report | None = None) -> Iterator[str]
     yield heading("Decisions")
     yield note(report.headline(found))
     yield note(report.reassociated_line(found))
+    if found.certificate:
+        yield note(found.certificate)
     remarks = report.count_remarks(found)
     items = [f"<li>{html.escape(text)}</li>" for text in remarks]
     yield f"<ul>{''.join(items)}</ul>" if items else note("no remarks")

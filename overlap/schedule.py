@@ -22,9 +22,10 @@ LOWEST_MEMORY = "lowest memory"
 
 _MIN_GAIN = 1e-4  # relative: less is not worth moving a node
 _PATIENCE = 0.6
-_SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
+SEARCH_STEPS = 40_000  # rules tried times nodes, within the limits below
 _MIN_ATTEMPTS, _MAX_ATTEMPTS = 4, 200
 _NUM_FIXED_RULES = 8
+_REACHES = (0.003, 0.01, 0.03, 0.1)
 _SHORT = 0.1  # of the longest collective's time: a collective below it prepares another
 
 
@@ -46,8 +47,15 @@ class Schedule:
     reasons: tuple[str, ...] = ()
 
 
-def schedule(program: Program, machine: Machine, memory_cap_bytes: int | None = None) -> Schedule:
+def schedule(
+    program: Program,
+    machine: Machine,
+    memory_cap_bytes: int | None = None,
+    search_steps: int = SEARCH_STEPS,
+) -> Schedule:
     """The best order found for `program` whose peak memory is at most `memory_cap_bytes`.
+
+    search_steps: the effort, in rules tried times nodes; a few rules are tried whatever it is.
 
     If no order that fits is found: the one of the lowest peak known, with the reason. Depends on
     the arguments alone: every process finds the same order.
@@ -64,7 +72,7 @@ def schedule(program: Program, machine: Machine, memory_cap_bytes: int | None = 
             f"known is {peak_bytes}, at {program.names[peak_at]}: raise memory_budget"
         )
     else:
-        _improve(best, memory_cap_bytes)
+        _improve(best, memory_cap_bytes, search_steps)
         reason = _why_not(best)
     after = before if best.order == written else simulate.simulate(program, best.order, machine)
     return Schedule(best.order, before, after, best.method, (reason,) if reason else ())
@@ -105,7 +113,8 @@ def lower_bound_us(program: Program, machine: Machine) -> float:
         for tasks in lanes.values()
     ]
     num_launched = len(program) - program.kinds.count(TaskKind.FREE)
-    launches_us = num_launched * machine.launch_us + program.total_us(TaskKind.HOST_READ)
+    launches_us = num_launched * machine.launch_us + sum(program.issue_us)
+    launches_us += program.total_us(TaskKind.HOST_READ)
     if not machine.is_stream:
         launches_us += program.total_us(TaskKind.COMPUTE)
     return max([launches_us, *loads_us, *tails])
@@ -202,15 +211,15 @@ class _Best:
             self.order, self.method, self._us = order, method, us
 
 
-def _improve(best: _Best, memory_cap_bytes: int | None) -> None:
+def _improve(best: _Best, memory_cap_bytes: int | None, search_steps: int) -> None:
     """Try rules until the best order meets the lower bound or the effort is spent."""
     program = best.program
     if TaskKind.START not in program.kinds:
         return
     shape = Shape(program)
     references = [best.order]
-    num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, _SEARCH_STEPS // len(program)))
-    for i, rule in enumerate(itertools.islice(_rules(program), num_attempts)):
+    num_attempts = max(_MIN_ATTEMPTS, min(_MAX_ATTEMPTS, search_steps // len(program)))
+    for i, rule in enumerate(itertools.islice(_rules(best), num_attempts)):
         if best.is_optimal:
             return
         budget = None
@@ -225,13 +234,15 @@ def _improve(best: _Best, memory_cap_bytes: int | None) -> None:
         best.offer(order, planned_us, rule.name)
 
 
-def _rules(program: Program) -> Iterator[Rule]:
-    """Rules to try, the most promising first, without end: the later ones perturb the critical
-    path, from a fixed seed, so that all processes try the same ones.
+def _rules(best: _Best) -> Iterator[Rule]:
+    """Rules to try, the most promising first, without end: the later ones search near the best
+    order so far, and perturb the critical path, from a fixed seed, so that all processes try the
+    same ones.
 
     Blocks of the program's order are for tight memory: with two, half of the slices run beside
     each other, then the other half.
     """
+    program = best.program
     tails = _tails(program, 1.0)
     in_turn = _keys_in_turn(program, tails)
     yield Rule("slices in turn", in_turn)
@@ -245,10 +256,24 @@ def _rules(program: Program) -> Iterator[Rule]:
     generator = random.Random(0)
     weighted = [tails, _tails(program, comm_weight=3.0)]
     for i in itertools.count():
+        if i % 4:
+            reach = generator.choice(_REACHES) * len(program)
+            keys = _keys_near(best.order, reach, generator)
+            yield Rule(f"near the best, {i}", keys, generator.choice((0.0, _PATIENCE)))
+            continue
         base, spread = generator.choice(weighted), generator.choice((0.1, 0.3, 1.0))
         noisy = [tail * (1 + spread * generator.random()) for tail in base]
         keys = _keys(noisy, num_blocks=generator.choice((1, 1, 2, 3)))
         yield Rule(f"critical path, perturbed {i}", keys, generator.choice((0.0, _PATIENCE)))
+
+
+def _keys_near(order: Sequence[int], reach: float, generator: random.Random) -> list[int]:
+    """Keys for an order in which tasks have moved, most of them by up to `reach` positions."""
+    moved = [-(position + reach * generator.gauss(0, 1)) for position in range(len(order))]
+    priorities = [0.0] * len(order)
+    for task, priority in zip(order, moved, strict=True):
+        priorities[task] = priority
+    return _keys(priorities)
 
 
 def _keys(priorities: Sequence[float], num_blocks: int = 1) -> list[int]:

@@ -32,6 +32,7 @@ from torch import fx
 from overlap import collectives, graph
 from overlap.collectives import Kind
 from overlap.cost import Costs
+from overlap.cost_table import CostTable
 from overlap.errors import PassError
 from overlap.hardware import Profile
 
@@ -67,6 +68,11 @@ class Machine:
     def of(cls, profile: Profile) -> Machine:
         return cls(profile.is_stream, profile.launch_us, profile.contention)
 
+    @classmethod
+    def measured(cls, table: CostTable) -> Machine:
+        """The machine that a cost table was measured on: a launch is part of each call's time."""
+        return cls(contention=table.contention)
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
@@ -97,6 +103,7 @@ class Program:
     storages: memory that is counted; inputs that the caller keeps are not.
     num_inputs: so many first tasks are the graph's inputs and stay first; the last one, the
         graph's output, stays last.
+    issue_us: host time to issue each task, on top of the machine's launch time; empty: none.
     """
 
     names: tuple[str, ...]
@@ -109,6 +116,7 @@ class Program:
     deps: tuple[tuple[int, ...], ...]
     storages: tuple[Storage, ...]
     num_inputs: int = 0
+    issue_us: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -133,6 +141,7 @@ def extract(gm: fx.GraphModule, costs: Costs, freed_inputs: Iterable[str] | None
     link_index = {name: i for i, name in enumerate(dict.fromkeys(group_link.values()))}
     memory = _Memory(nodes, position)
     freed = set(_freed_inputs(nodes) if freed_inputs is None else freed_inputs)
+    issue_us = tuple(costs.of(node).issue_us for node in nodes)
 
     return Program(
         names=tuple(node.name for node in nodes),
@@ -148,6 +157,7 @@ def extract(gm: fx.GraphModule, costs: Costs, freed_inputs: Iterable[str] | None
         deps=_dependencies(nodes, position, memory),
         storages=tuple(memory.counted(costs, freed)),
         num_inputs=len(graph.placeholders(gm.graph)),
+        issue_us=issue_us if any(issue_us) else (),
     )
 
 
@@ -212,8 +222,8 @@ class _Memory:
     def _results(self, i: int, node: fx.Node) -> tuple[int, ...]:
         if node.op == "output":
             return ()
-        if collectives.is_wait(node) and isinstance(node.args[0], fx.Node):
-            return self.of(node.args[0])
+        if collectives.is_wait(node):
+            return self.of(collectives.awaited(node))
         aliased = _aliased_node(node)
         if aliased is not None and len(self.of(aliased)) == 1:
             return self.of(aliased)
@@ -369,7 +379,7 @@ class Clock:
         kind = self._program.kinds[task]
         if kind is TaskKind.FREE:
             return
-        begin_us = self._launch()
+        begin_us = self._launch(task)
         match kind:
             case TaskKind.START:
                 self._enqueue(task)
@@ -425,9 +435,10 @@ class Clock:
         last_us = [self.end_us[start] for start in self.finished[-1:]]
         return max([self.time_us, self._host_us, *last_us])
 
-    def _launch(self) -> float:
+    def _launch(self, task: int) -> float:
         """Charge the launch of one task; when the device could begin with it."""
-        launch_us = self._machine.launch_us
+        issue_us = self._program.issue_us
+        launch_us = self._machine.launch_us + (issue_us[task] if issue_us else 0.0)
         begin_us = self.time_us
         if self._machine.is_stream:
             self._host_us += launch_us

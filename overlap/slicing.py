@@ -18,6 +18,7 @@ helps, PassError says so and the program stays as it is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,13 +29,16 @@ import torch
 from torch import fx
 
 import overlap.rules  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers them
-from overlap import collectives, graph
+from overlap import collectives, exactness, graph, regions
 from overlap import placement as pl
+from overlap.certificate import Certificate
 from overlap.errors import PassError
 from overlap.placement import Base, Decision, Many, Op, Refusal, Split
+from overlap.regions import Scope
 
 aten = torch.ops.aten
 EXCHANGE_KEPT = "the exchange is not sliced"
+_JOINED = "the slices are joined before it"
 _HEAVY = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.einsum)
 
 
@@ -45,12 +49,14 @@ class Refused:
     reason: subject, verb, expected against found.
     consequence: what happens instead.
     advice: what the user can change; "" for nothing.
+    is_asked: whether the user asked for just that.
     """
 
     node: fx.Node
     reason: str
     consequence: str
     advice: str
+    is_asked: bool = False
 
     @property
     def message(self) -> str:
@@ -81,6 +87,8 @@ class Plan:
     refused: everything that is not sliced, in program order.
     remarks: the part of it that keeps a collective from being hidden.
     islands: by routing key, what is sliced along experts.
+    is_exact: every value and gradient is to have the bits of the program as written.
+    unit: rows are cut in multiples of it; those that remain are the last slice's.
     """
 
     axis: str
@@ -90,12 +98,19 @@ class Plan:
     refused: tuple[Refused, ...]
     remarks: tuple[Refused, ...]
     islands: Mapping[str, Island] = dataclasses.field(default_factory=dict[str, Island])
+    is_exact: bool = False
+    unit: int = 1
 
     @property
     def reassociated(self) -> tuple[str, ...]:
-        """The sums that slicing reassociates, for the report."""
-        sums = (d.reassociates for d in self.decisions.values() if not d.once)
-        return tuple(text for text in sums if text)
+        """The sums that slicing reassociates, for the report: those of the forward, and gradients
+        by parameter."""
+        sliced = [d for d in self.decisions.values() if not d.once]
+        gradients = exactness.names_of(node for d in sliced for node in d.summed)
+        return (
+            *(d.reassociates for d in sliced if d.reassociates),
+            *(f"gradient of {name}" for name in gradients),
+        )
 
     def is_sliced(self, node: fx.Node) -> bool:
         """Whether the node runs once per slice."""
@@ -103,13 +118,22 @@ class Plan:
         return not decision.once and pl.is_sliced(decision.placement)
 
 
-def analyse(gm: fx.GraphModule) -> Plan:
+def analyse(
+    gm: fx.GraphModule,
+    scope: Scope | None = None,
+    exact: Certificate | None = None,
+    trim_end: bool = True,
+) -> Plan:
     """The plan for slices of the batch that slices the most collectives; of equal ones, along the
-    first input's rows.
+    first input's rows. With a certificate, one that changes no bit.
 
     Raises PassError where there is no batch, or a value that slices need cannot be had.
     """
-    return best_plan(gm, (lambda rows=rows: trimmed(gm, prove(gm, rows)) for rows in batches(gm)))
+
+    def attempt(rows: Rows) -> Plan:
+        return trimmed(gm, prove(gm, rows, scope, exact), trim_end)
+
+    return best_plan(gm, (functools.partial(attempt, rows) for rows in batches(gm)))
 
 
 def best_plan(gm: fx.GraphModule, attempts: Iterable[Callable[[], Plan]]) -> Plan:
@@ -160,8 +184,14 @@ def batches(gm: fx.GraphModule) -> list[Rows]:
     return list(found.values())
 
 
-def prove(gm: fx.GraphModule, rows: Rows | None = None) -> Plan:
-    """A decision per node, for slices of `rows` (those of the first data input).
+def prove(
+    gm: fx.GraphModule,
+    rows: Rows | None = None,
+    scope: Scope | None = None,
+    exact: Certificate | None = None,
+) -> Plan:
+    """A decision per node in `scope` (everything), for slices of `rows` (those of the first data
+    input). With a certificate, whatever is not exact by it is refused like whatever is not proven.
 
     Raises PassError where a value that slices need cannot be had.
     """
@@ -170,7 +200,7 @@ def prove(gm: fx.GraphModule, rows: Rows | None = None) -> Plan:
         if not found:
             raise PassError("no data input has a dim, so there is no batch to slice")
         rows = found[0]
-    return _Prover(gm, rows).plan()
+    return _Prover(gm, rows, scope, exact).plan()
 
 
 class _Unjoinable(Exception):
@@ -183,26 +213,46 @@ class _Unjoinable(Exception):
         self.refusal = refusal
 
 
+class _LeftAlone(Refusal):
+    """A node that is not sliced because the user said so, or because another axis has it.
+
+    region: the user's, "" for another axis.
+    """
+
+    def __init__(self, reason: str, region: str = "") -> None:
+        super().__init__(reason)
+        self.region = region
+
+
 class _Prover:
     """Decides node by node. Starts over with one more exchange left whole, as often as it has to.
 
     forced: by routing key, why what it routes is not sliced.
+    left: by region that the user leaves whole, its first node that could be sliced.
     proven: nodes that some pass could slice; that they are refused now follows from `forced`.
     decisions, placements, refused: of the pass over the graph that is under way, so far.
     data: whole values that the inputs' data is in.
+    graded: values that carry a gradient.
+    unit: what exact slices are cut in multiples of.
     """
 
-    def __init__(self, gm: fx.GraphModule, rows: Rows) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, rows: Rows, scope: Scope | None, exact: Certificate | None
+    ) -> None:
         self.gm = gm
-        self.axis, self.batch = rows.axis, rows.size
+        self.exact = exact
+        self.graded = exactness.differentiable(gm.graph)
+        self.axis, self.batch, self.scope = rows.axis, rows.size, scope
         self.symbols = _input_symbols(gm)
         self.pinned = pinned_nodes(gm.graph)
-        self.forced: dict[str, Refused] = {}
+        self.forced: dict[str, Refused | None] = {}
+        self.left: dict[str, Refused] = {}
         self.proven: set[fx.Node] = set()
         self.decisions: dict[fx.Node, Decision] = {}
         self.placements: dict[fx.Node, pl.Placement] = {}
         self.refused: list[Refused] = []
         self.data: set[fx.Node] = set()
+        self.unit = 1
 
     def plan(self) -> Plan:
         while True:
@@ -213,15 +263,18 @@ class _Prover:
                 self._force(problem)
         starts = sliced_starts(self.gm, self.decisions)
         reads = ancestors(n for n in self.gm.graph.nodes if collectives.is_start(n))
-        forced = tuple(self.forced.values())
-        barriers = (r for r in self.refused if r.node in reads and r.node not in self.proven)
+        forced = [refused for refused in self.forced.values() if refused]
+        known = self.proven | {n for n in self.gm.graph.nodes if self._left_alone(n)}
+        barriers = (r for r in self.refused if r.node in reads and r.node not in known)
         return Plan(
             self.axis,
             self.batch,
             self.decisions,
             starts,
             refused=(*forced, *self.refused),
-            remarks=tuple(_distinct([*forced, *barriers])),
+            remarks=tuple(_distinct([*self.left.values(), *forced, *barriers])),
+            is_exact=self.exact is not None,
+            unit=self.unit,
         )
 
     def _force(self, problem: _Unjoinable) -> None:
@@ -233,7 +286,14 @@ class _Prover:
         if not found:
             raise PassError(f"{_place_of(problem.node)} cannot be sliced: {problem.refusal.reason}")
         for key in sorted(found):
+            if isinstance(problem.refusal, _LeftAlone):
+                self.forced[key] = None
+                self._tell(problem.node, problem.refusal, EXCHANGE_KEPT)
+                continue
             cause = self._first_cause(key, problem)
+            if self.scope and self.scope.is_of_other_islands(cause.node):
+                self.forced[key] = None
+                continue
             self.forced[key] = dataclasses.replace(cause, consequence=EXCHANGE_KEPT)
 
     def _first_cause(self, key: str, problem: _Unjoinable) -> Refused:
@@ -253,17 +313,42 @@ class _Prover:
                 continue
             op = Op(node, pl.schema_arguments(node), self.placements, self.batch)
             try:
-                decision = self._decide(op)
+                decision = self._exact(op, self._decide(op))
+            except _LeftAlone as refusal:
+                decision = _join(op, refusal)
+                self.data.add(node)
+                self._tell(node, refusal, _JOINED)
             except Refusal as refusal:
                 decision = _join(op, refusal)
                 self.data.add(node)
-                why = "the slices are joined before it"
-                self.refused.append(Refused(node, refusal.reason, why, refusal.advice))
+                self.refused.append(Refused(node, refusal.reason, _JOINED, refusal.advice))
             else:
                 self.proven.add(node)
             placement = _without_forced(decision.placement, frozenset(self.forced))
             self.placements[node] = placement
             self.decisions[node] = dataclasses.replace(decision, placement=placement)
+
+    def _tell(self, node: fx.Node, refusal: _LeftAlone, consequence: str) -> None:
+        region = refusal.region
+        if region and (region not in self.left or consequence is EXCHANGE_KEPT):
+            self.left[region] = Refused(node, refusal.reason, consequence, "", is_asked=True)
+
+    def _left_alone(self, node: fx.Node) -> _LeftAlone | None:
+        """Why a node stays whole: its region says so, or it is not in scope."""
+        if region := regions.left_whole(node):
+            reason = f"region {region!r} stays whole, as its annotate(slice=False) asks"
+            return _LeftAlone(reason, region)
+        if self.scope and not self.scope.has(node):
+            return _LeftAlone(f"{node.name} is sliced along another axis, if at all")
+        return None
+
+    def _check_left_alone(self, op: Op) -> None:
+        """Raise for a node that stays whole. Along tokens, what is around an island does anyway."""
+        is_cut = self.axis == "batch" or collectives.is_start(op.node)
+        is_cut = is_cut or not all(pl.is_joinable(op.place(n)) for n in op.operands)
+        refusal = self._left_alone(op.node)
+        if refusal and (is_cut or not refusal.region):
+            raise refusal
 
     def _check_output(self, node: fx.Node) -> None:
         blocked = [n for n in node.all_input_nodes if not pl.is_joinable(self.placements[n])]
@@ -283,6 +368,7 @@ class _Prover:
             return Decision(self._input_placement(node), once=True)
         if not any(pl.is_sliced(op.place(n)) for n in op.operands):
             return Decision(self._placement_of_whole(op), once=True)
+        self._check_left_alone(op)
         _refuse_effects(op)
         if node in self.pinned:
             writer = self.pinned[node]
@@ -296,7 +382,11 @@ class _Prover:
             return self._item(op)
         rule = pl.rule_for(node)
         if rule is None:
-            raise op.refuse("has no placement rule", "register one with overlap.register_rule")
+            raise op.refuse(
+                "has no placement rule",
+                f"register one with overlap.register_rule({_python_name(node)}), as "
+                "docs/extending.md shows",
+            )
         try:
             op.seen.clear()
             decision = rule(op)
@@ -307,6 +397,18 @@ class _Prover:
             raise op.refuse(
                 f"is not proven: its placement rule stopped with {type(error).__name__}: {error}"
             ) from error
+        return decision
+
+    def _exact(self, op: Op, decision: Decision) -> Decision:
+        """With the gradients that become sums. Raises Refusal where bits change and must not."""
+        summed = exactness.summed(op, decision, self.graded)
+        decision = dataclasses.replace(decision, summed=summed)
+        if self.exact is not None:
+            problem = exactness.obstacle(op, decision, self.exact, self.graded)
+            if problem is not None:
+                raise problem
+            if not decision.once and pl.is_sliced(decision.placement):
+                self.unit = max(self.unit, exactness.least_rows(op, self.exact, self.graded))
         return decision
 
     def _item(self, op: Op) -> Decision:
@@ -339,6 +441,12 @@ class _Prover:
         if self.axis == "token" and is_rows and pl.same(op.shape[0], self.batch):
             return Split(0, Base(sympy.Integer(1)))
         return _whole(op)
+
+
+def _python_name(node: fx.Node) -> str:
+    """What a call calls, as users write it."""
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return f"torch.ops.{pl.operator_name(node)}" if is_operator else pl.operator_name(node)
 
 
 def _distinct(refused: Iterable[Refused]) -> Iterator[Refused]:
@@ -566,9 +674,10 @@ def sliced_starts(gm: fx.GraphModule, decisions: dict[fx.Node, Decision]) -> tup
     )
 
 
-def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
-    """Leave out of the region what gains nothing: lookups of inputs before it; behind its last
-    collective whatever is whole already, and products that would enlarge what has to be joined."""
+def trimmed(gm: fx.GraphModule, plan: Plan, trim_end: bool = True) -> Plan:
+    """Leave out of the region what gains nothing: lookups of inputs before it; with `trim_end`,
+    behind its last collective whatever is whole already, and products that would enlarge what has
+    to be joined."""
     before_start = ancestors(n for n in gm.graph.nodes if collectives.is_start(n))
     result = dict(plan.decisions)
 
@@ -583,7 +692,7 @@ def trimmed(gm: fx.GraphModule, plan: Plan) -> Plan:
             continue
         all_whole = all(is_whole(n) for n in sliced)
         is_lookup = all_whole and graph.is_call(node, aten.embedding)
-        is_tail = node not in before_start
+        is_tail = trim_end and node not in before_start
         if is_lookup or (is_tail and (all_whole or _enlarges(node, sliced))):
             result[node] = Decision(decision.placement, once=True)
     return dataclasses.replace(plan, decisions=result, sliced_starts=sliced_starts(gm, result))

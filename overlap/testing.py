@@ -44,7 +44,7 @@ _NAME = re.compile(r"[\w.-]+")
 class CompiledGraph(Protocol):
     """What a golden needs to know of one graph after its last pass.
 
-    kind: "forward", "backward" or "inference".
+    kind: as in `compilation.CompiledGraph`.
     timeline: the graph played in its final order, None where nothing was scheduled.
     """
 

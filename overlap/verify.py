@@ -305,7 +305,9 @@ def storage_roots(nodes: Iterable[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]
 
 def _shared_with(node: fx.Node) -> list[fx.Node]:
     """The arguments whose storage the results of `node` live in."""
-    if collectives.is_wait(node) or graph.is_call(node, operator.getitem):
+    if collectives.is_wait(node):
+        return [collectives.awaited(node)]
+    if graph.is_call(node, operator.getitem):
         return _argument_nodes(node, 0, "")
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -410,8 +412,8 @@ def _one_wait(subject: Subject) -> Iterator[tuple[fx.Node | None, str]]:
             for extra in waits[1:]:
                 yield extra, f"{extra} waits for {node}, which {waits[0]} has waited for already"
         elif collectives.is_wait(node) and collectives.start_of(node) is None:
-            source = node.args[0]
-            if not (isinstance(source, fx.Node) and source.op == "placeholder"):
+            source = collectives.awaited(node)
+            if source.op != "placeholder":
                 yield node, f"{node} waits for {source}, which starts nothing"
 
 

@@ -13,6 +13,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap.certificate import NONE
+
 D, E = 8, 8
 
 
@@ -209,6 +211,16 @@ def grouped(m: Layer, rows_ND: Tensor, received_PL: Tensor) -> Tensor:
     return F.relu(rows).type_as(rows_ND)
 
 
+def shared_weight(m: Layer, rows_ND: Tensor, received_PL: Tensor) -> Tensor:
+    """A product that the rows of all experts share."""
+    return loop(m, rows_ND @ m.router_DE, received_PL)
+
+
+def silu_of_all(m: Layer, rows_ND: Tensor, received_PL: Tensor) -> Tensor:
+    """A function of the rows of all experts at once."""
+    return F.silu(loop(m, rows_ND, received_PL))
+
+
 def no_permute(received_PL: Tensor, rows: Tensor) -> tuple[Tensor, Any]:
     return rows, None
 
@@ -361,9 +373,11 @@ def compare_on_ranks(
     batches: tuple[tuple[int, ...], ...],
     slices: int,
     axis: str = "batch",
+    is_exact: bool = False,
 ) -> list[tuple[int, int]]:
     """Compare layers, sliced and as written, on batches of a size per rank; per layer how many
-    nodes run once per slice, and how often it was compiled. Bitwise along experts."""
+    nodes run once per slice, and how often it was compiled. Bitwise along experts; with
+    `is_exact` without any certificate."""
     from tests.sliced import RTOL, compare
 
     torch._dynamo.config.capture_scalar_outputs = True
@@ -377,6 +391,8 @@ def compare_on_ranks(
     for name in names:
         steps = RIGHT[name] if name in RIGHT else WRONG[name][0]
         rtol = 0.0 if axis == "expert" else RTOL
-        slicer = compare(Layer(steps, ranks, group), inputs, (slices,), rtol=rtol, axis=axis)
+        layer = Layer(steps, ranks, group)
+        exact = NONE if is_exact else None
+        slicer = compare(layer, inputs, (slices,), rtol=rtol, axis=axis, exact=exact)
         result.append((slicer.num_sliced, slicer.num_compiles))
     return result

@@ -112,6 +112,24 @@ def fsdp_forward(num_layers: int = 6) -> fx.GraphModule:
     return trace(fn, _x(), shards)
 
 
+def fsdp_step(num_layers: int = 4) -> fx.GraphModule:
+    """Forward and backward of layers of one gathered weight; each gradient is reduce-scattered."""
+
+    def fn(x: torch.Tensor, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        saved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for shard in shards:
+            weight = all_gather(shard)
+            saved.append((x, weight))
+            x = x @ weight
+        gradients: list[torch.Tensor] = []
+        for before, weight in reversed(saved):
+            gradients.append(funcol.reduce_scatter_single(before.T @ x, "sum", 0, dist.group.WORLD))
+            x = x @ weight.T
+        return gradients
+
+    return trace(fn, _x(), [torch.zeros(1, WIDTH) for _ in range(num_layers)])
+
+
 def fsdp_moe(num_layers: int, num_groups: int, num_slices: int = 2) -> fx.GraphModule:
     """Sliced MoE layers whose weights are all-gathered: exchanges and gathers on one group or on
     two. Call within `fake_world`."""

@@ -108,7 +108,7 @@ def compare(rank: int, num_ranks: int, job: Job) -> Outcome:
     model = make_model(job, num_ranks)
     own = copy.deepcopy(model)
     exact = copy.deepcopy(model).double()
-    options = {"slices": job.slices}
+    options = {"slices": job.slices, "axis": "batch"}
     step = torch.compile(own, backend="overlap", fullgraph=True, options=options)
     losses, gradients = train(step, own, job, rank)
     expected, gradients_as_written = train(model, model, job, rank)
@@ -189,7 +189,9 @@ def modes(rank: int, num_ranks: int) -> list[tuple[float, float]]:
     """Train, evaluate under no_grad, switch modes and train again: (compiled, as written)."""
     model = make_model(Job(2), num_ranks)
     own = copy.deepcopy(model)
-    step = torch.compile(own, backend="overlap", fullgraph=True, options={"slices": 2})
+    step = torch.compile(
+        own, backend="overlap", fullgraph=True, options={"slices": 2, "axis": "batch"}
+    )
     tokens = torch.randint(0, 256, (8, 16), generator=torch.Generator().manual_seed(rank))
     pairs: list[tuple[float, float]] = []
     for is_training in (True, False, True):

@@ -10,8 +10,12 @@ from functorch.compile import default_partition, make_boxed_func
 from torch import fx
 from torch._dynamo import exc
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import compile_fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.output_code import CompiledFxGraph
 from torch.distributed import distributed_c10d as c10d
 from torch.fx import traceback
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 def test_the_version_is_supported() -> None:
@@ -65,6 +69,17 @@ def test_custom_metadata_reaches_traced_nodes() -> None:
         gm = fx.experimental.proxy_tensor.make_fx(function)(torch.zeros(2))
     (sin,) = [node for node in gm.graph.nodes if node.name == "sin"]
     assert sin.meta["custom"]["mark"] == 1
+
+
+def test_inductor_compiles_a_graph_of_sizes_without_hint() -> None:
+    """What `overlap.inner.inductor` builds on; tests/test_inductor.py runs it."""
+    taken = inspect.signature(compile_fx.compile_fx_inner).parameters
+    assert list(taken)[:2] == ["gm", "example_inputs"]
+    assert "user_visible_output_idxs" in inspect.getsource(compile_fx)
+    assert "source_code" in CompiledFxGraph.__annotations__
+    assert select_decomp_table()
+    with ShapeEnv().ignore_fresh_unbacked_symbols():
+        assert not ShapeEnv().create_unbacked_symint().node.has_hint()
 
 
 def test_functional_collectives_keep_their_schemas() -> None:

@@ -46,7 +46,6 @@ def test_help_names_the_verbs(capsys: pytest.CaptureFixture[str]):
         ["simulate", "models.moe:train_step", "--hardware", "h101"],
         ["hardware", "h101"],
         ["hardware", "--measure"],
-        ["hardware", "--probe"],
     ],
 )
 def test_wrong_use_is_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
@@ -92,7 +91,7 @@ def test_hardware(capsys: pytest.CaptureFixture[str]):
 
 def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     page = tmp_path / "explain.html"
-    found = document(capsys, "explain", *TOY, "--html", str(page))
+    found = document(capsys, "explain", *TOY, "--axis", "batch", "--html", str(page))
     assert found["slices"] == 2 and found["profile"] == "cpu"
     assert len(found["collectives"]) == 10
     assert page.read_text().startswith("<!doctype html>")

@@ -143,7 +143,8 @@ def test_an_in_place_write_is_not_a_view():
 def test_a_collective_costs_its_volume_over_its_link(collective: Any, volume: float):
     gm = trace(collective, torch.zeros(1024, 1024))
     (start,) = filter(collectives.is_start, gm.graph.nodes)
-    expected = H100.latency_us + volume * 4 * 1024 * 1024 / H100.link_bytes_per_us(8)
+    kind = collectives.kind_of(start).value
+    expected = H100.collective_us(kind, 8, volume * 4 * 1024 * 1024)
     assert estimate(gm).of(start).collective_us == pytest.approx(expected)
     assert estimate(gm).of(start).link == "node"
 
@@ -209,6 +210,32 @@ def test_routed_rows_are_balanced(two_ranks):
     products = [node for node in gm.graph.nodes if node.target is aten.mm.default]
     assert [costs.of(node).result_bytes for node in starts] == [(rows * 64 * 4,)] * 2
     assert [costs.of(node).result_bytes for node in products] == [(rows // 8 * 64 * 4,)] * 8
+
+
+def test_skew_is_of_what_a_rank_receives(two_ranks):
+    gm = two_ranks[0][0]
+    even = cost.nominal_sizes(gm, H100.nominal_size)
+    skewed = cost.estimate(gm, H100, lambda group: 8, even.skewed(1.5))
+    rows, row_bytes = cost.NOMINAL_BATCH * H100.nominal_size, 64 * 4
+    dispatch, combine = (node for node in gm.graph.nodes if collectives.is_start(node))
+    products = [node for node in gm.graph.nodes if node.target is aten.mm.default]
+    assert skewed.of(dispatch).result_bytes == (rows * 3 // 2 * row_bytes,)
+    assert skewed.of(combine).result_bytes == (rows * row_bytes,)
+    assert {skewed.of(p).result_bytes for p in products} == {(rows // 8 * 3 // 2 * row_bytes,)}
+    # Both are as slow as the rank that receives, or sends, most.
+    us = H100.collective_us("all_to_all", 8, 1.5 * rows * row_bytes * 7 / 8)
+    assert [skewed.of(start).collective_us for start in (dispatch, combine)] == [us, us]
+    assert cost.estimate(gm, H100, lambda group: 8, even) == estimate(gm)
+
+
+def test_skew_of_a_backward_graph_is_of_the_same_rows(two_ranks):
+    forward, gm = two_ranks[0]
+    sizes = cost.nominal_sizes(forward, H100.nominal_size)
+    even = cost.estimate(gm, H100, lambda group: 8, sizes)
+    skewed = cost.estimate(gm, H100, lambda group: 8, sizes.skewed(2.0))
+    starts = [node for node in gm.graph.nodes if collectives.is_start(node)]
+    received = [skewed.of(s).result_bytes[0] / even.of(s).result_bytes[0] for s in starts]
+    assert sorted(received) == [1.0, 2.0]
 
 
 def test_a_registered_cost_is_used():

@@ -29,7 +29,7 @@ def fake_group() -> Iterator[None]:
 def test_moe_block(fake_group: None, overlap_golden: Callable[..., None]) -> None:
     block = MoEBlock(16, BLOCK, dist.group.WORLD)
     x_BSD = torch.zeros(4, 8, 16)
-    overlap_golden(block, (x_BSD,), name="moe_block.slices2", config=Config(slices=2))
+    overlap_golden(block, (x_BSD,), name="moe_block.slices2", config=Config(slices=2, axis="batch"))
 
 
 def print_dump() -> None:

@@ -30,13 +30,48 @@ def test_a_dtype_without_a_peak_runs_at_the_float32_rate():
 def test_a_group_larger_than_a_node_uses_the_network():
     h100 = hardware.load("h100")
     assert [h100.link_of(size) for size in (2, 8, 16)] == ["node", "node", "network"]
-    assert h100.link_bytes_per_us(8) > h100.link_bytes_per_us(16)
+    assert h100.collective_us("all_to_all", 8, 1e6) < h100.collective_us("all_to_all", 16, 1e6)
+    # A NIC of 50 GB/s carries 47; the latency is assumed.
+    assert h100.collective_us("all_to_all", 16, 47e6) == h100.network_latency_us + 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "ranks", "num_bytes", "measured_us"),
+    [
+        ("h100", "all_to_all", 8, 2**29 * 7 / 8, 1490.4),
+        ("h100", "all_reduce", 8, 2**30 * 7 / 8, 2111.1),
+        ("h100", "all_gather", 2, 2**28, 1038.6),
+        ("gb200", "reduce_scatter", 4, 2**29 * 3 / 4, 733.3),
+    ],
+)
+def test_a_collective_inside_a_node_takes_what_nccl_takes(
+    name: str, kind: str, ranks: int, num_bytes: float, measured_us: float
+):
+    us = hardware.load(name).collective_us(kind, ranks, num_bytes)
+    assert us == pytest.approx(measured_us, rel=0.19)
+    assert hardware.load(name).latency_of(kind, ranks) < 35
+
+
+def test_a_number_of_ranks_that_was_not_measured_takes_the_nearest():
+    h100, gb200 = hardware.load("h100"), hardware.load("gb200")
+    assert h100.latency_of("all_gather", 7) == h100.latency_of("all_gather", 8)
+    assert gb200.latency_of("all_gather", 64) == gb200.latency_of("all_gather", 4)
+    assert h100.latency_of("p2p", 8) == h100.latency_us
+
+
+def test_a_file_with_another_link_does_not_keep_the_fits_of_its_base(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('base = "h100"\nnode_gbps = 225.0\n')
+    mine = hardware.load(str(path))
+    assert mine.collective_us("all_to_all", 8, 162e6) == mine.latency_us + 1000
+    path.write_text('base = "h100"\n[fits]\n"all_to_all/8" = [10, 200]\n')
+    assert hardware.load(str(path)).collective_us("all_to_all", 8, 2e6) == 20
 
 
 def test_with_link_gives_that_many_megabits():
     profile = hardware.with_link(hardware.load("cpu"), 400)
     assert profile.name == "cpu+400mbit"
-    assert profile.link_bytes_per_us(2) == 50.0
+    assert profile.collective_us("all_to_all", 2, 50e3) == profile.network_latency_us + 1000
 
 
 def test_with_link_refuses_a_link_that_moves_nothing():
@@ -76,6 +111,7 @@ def test_a_json_file_that_says_everything_is_the_same_profile(tmp_path):
         ('base = "h100"\ngpus_per_node = "x"', "gpus_per_node expects a number above 0, found 'x'"),
         ('base = "h100"\ndevice = "tpu"', "no device of profile 'bad' 'tpu'"),
         ('base = "h100"\npeak_tflops = {}', "gives no peak_tflops for 'float32'"),
+        ('base = "h100"\n[fits]\nall_to_all = [1, 2]', "fits expects latency and GB/s by kind and"),
         ("= 1", "cannot be read: "),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,16 +12,16 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from overlap import graph, hardware, pipeline, printing
+from overlap import exactness, graph, hardware, pipeline, printing
 from overlap.capture import CHECKPOINT_KEY
 from overlap.config import Config
 from overlap.graph import Phase
 from overlap.passes.legalize import Legalize
-from overlap.passes.merge_wgrad import MergeWgrad
+from overlap.passes.merge_wgrad import Inexact, MergeWgrad
 from overlap.passes.normalize import Normalize
 from overlap.passes.recompute import Policies, Recompute
 from overlap.passes.schedule import MemoryCap, Schedule, start_order
-from tests.tracing import all_to_all, c10d, wait
+from tests.tracing import all_to_all, c10d, find, wait
 
 
 def trace(function: Callable[..., Any], *inputs: Tensor) -> fx.GraphModule:
@@ -147,6 +147,66 @@ def test_merge_wgrad_makes_one_product_in_low_precision() -> None:
     torch.testing.assert_close(gm(*inputs), in_double.bfloat16())
 
 
+def uses_of_one_weight(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
+    """Two uses, a product per slice each, in the order in which autograd adds them."""
+    return g1.t() @ x1 + g0.t() @ x0 + g1.t() @ (x1 * 2) + g0.t() @ (x0 * 2)
+
+
+def uses_of_one_bias(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
+    rows = torch.ops.aten.sum.dim_IntList
+    return rows(x1, [0]) + rows(x0, [0]) + rows(x1 * 2, [0]) + rows(x0 * 2, [0])
+
+
+def nested_uses(g0: Tensor, g1: Tensor, x0: Tensor, x1: Tensor) -> Tensor:
+    return (g1.t() @ x1 + g0.t() @ x0) + (g1.t() @ (x1 * 2) + g0.t() @ (x0 * 2))
+
+
+def exactly_merged(
+    uses: Callable[..., Tensor], slices: Sequence[int] = (1, 0, 1, 0)
+) -> tuple[Tensor, list[Tensor], Inexact | None]:
+    """What is computed, the joined inputs, and what is left to say."""
+    g0, g1, x0, x1 = inputs = [torch.randn(rows, width) for width in (7, 9) for rows in (40, 53)]
+    gm = trace_backward(uses, *inputs)
+    summing = (torch.ops.aten.mm, torch.ops.aten.sum)
+    for node, slice_ in zip(
+        (n for n in gm.graph.nodes if graph.is_call(n, *summing)), slices, strict=True
+    ):
+        graph.set_tag(node, graph.Tag(slice=slice_))
+    ctx = context()
+    pipeline.run(gm, [Normalize(), MergeWgrad(exact_slices=2)], ctx)
+    return gm(*inputs), [torch.cat([g0, g1]), torch.cat([x0, x1])], ctx.take(Inexact)
+
+
+def test_exact_merge_computes_each_use_of_a_weight_once_on_the_rows_of_the_batch() -> None:
+    found, (g, x), inexact = exactly_merged(uses_of_one_weight)
+    assert torch.equal(found, g.t() @ x + g.t() @ (x * 2)) and inexact is None
+
+
+def test_exact_merge_joins_the_rows_of_sums() -> None:
+    found, (_, x), inexact = exactly_merged(uses_of_one_bias)
+    assert torch.equal(found, x.sum(0) + (x * 2).sum(0)) and inexact is None
+
+
+@pytest.mark.parametrize(
+    ("uses", "slices"),
+    [(uses_of_one_weight, (1, 0, 1, 1)), (nested_uses, (1, 0, 1, 0))],
+    ids=["another slice", "added in another order"],
+)
+def test_exact_merge_says_what_still_adds_up_slices(uses: Any, slices: tuple[int, ...]) -> None:
+    _, _, inexact = exactly_merged(uses, slices)
+    assert inexact is not None and any("add" in name for name in inexact.nodes)
+
+
+def test_joins_mix_no_slices() -> None:
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cat([x.relu(), y.relu()]), x.neg() + y.neg()
+
+    gm = trace(function, torch.zeros(2, 3), torch.zeros(2, 3))
+    for name, slice_ in (("relu", 0), ("relu_1", 1), ("neg", 0), ("neg_1", 1)):
+        graph.set_tag(find(gm, name), graph.Tag(slice=slice_))
+    assert [node.name for node in exactness.mixing(gm.graph)] == ["add"]
+
+
 def test_merge_wgrad_leaves_a_product_that_is_added_twice() -> None:
     def function(g: Tensor, x: Tensor, y: Tensor) -> Tensor:
         twice = g.t() @ x
@@ -200,10 +260,10 @@ def test_schedule_puts_one_slices_product_under_the_others_exchange() -> None:
 ,    all_to_all_single: f32[256,256] = all_to_all(mm, [128, 128], [128, 128]) group=ep
 |    getitem_1: f32[256,256] = split[1]
 |    mm_2: f32[256,256] = aten.mm(getitem_1, w_1)
-'    wait_tensor: f32[256,256] = wait(all_to_all_single)
-,    all_to_all_single_1: f32[256,256] = all_to_all(mm_2, [128, 128], [128, 128]) group=ep
-|    mm_1: f32[256,256] = aten.mm(wait_tensor, w_1)
-'    wait_tensor_1: f32[256,256] = wait(all_to_all_single_1)
+|,   all_to_all_single_1: f32[256,256] = all_to_all(mm_2, [128, 128], [128, 128]) group=ep
+'|   wait_tensor: f32[256,256] = wait(all_to_all_single)
+ |   mm_1: f32[256,256] = aten.mm(wait_tensor, w_1)
+ '   wait_tensor_1: f32[256,256] = wait(all_to_all_single_1)
      mm_3: f32[256,256] = aten.mm(wait_tensor_1, w_1)
      cat: f32[512,256] = aten.cat([mm_1, mm_3])
      return cat""",

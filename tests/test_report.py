@@ -27,7 +27,7 @@ def compiled() -> Report:
     """A small block in two slices."""
     with fake.world(2):
         step = target.make_step("models.moe:train_step", "toy", MeshSpec.of_world(2))
-        config = Config(slices=2)
+        config = Config(slices=2, axis="batch")
         return explain(report.compile_only(step.loss_module(), step.example_inputs, config))
 
 

@@ -15,6 +15,7 @@ from torch import fx
 
 from overlap import collectives, cost, schedule, simulate
 from overlap.collectives import Kind
+from overlap.list_scheduler import ListScheduler, Rule, Shape
 from overlap.schedule import Schedule
 from overlap.simulate import Machine, Program, Storage, TaskKind
 from tests import schedule_cases
@@ -72,6 +73,23 @@ def test_weight_gradients_fill_the_exchange(exchange_us: float, before: int, aft
 def test_fsdp_gathers_are_prefetched(gather_us: float, after: float):
     result = scheduled(schedule_cases.fsdp_forward(), collectives_cost(gather_us))
     assert result.after.makespan_us == pytest.approx(after)
+
+
+def in_program_order(exchange_us: float, machine: Machine, patience: float = 0.0) -> float:
+    """Makespan of a list schedule of an FSDP step whose kernels keep their order."""
+    program = program_of(schedule_cases.fsdp_step(), collectives_cost(exchange_us))
+    rule = Rule("order of the program", range(len(program)), patience)
+    order, planned_us = ListScheduler(program, machine, Shape(program), rule, None).run()
+    assert simulate.makespan(program, order, machine) == pytest.approx(planned_us)
+    return planned_us
+
+
+def test_nothing_idles_for_gradients_that_only_the_result_reads():
+    assert in_program_order(0.5, Machine(), patience=0.6) == pytest.approx(12.5)
+
+
+def test_a_link_does_not_run_dry_while_the_next_collective_is_launched():
+    assert in_program_order(1.5, Machine(launch_us=0.1)) == pytest.approx(17.0)
 
 
 def fsdp_cost(node: fx.Node) -> float:
@@ -161,6 +179,16 @@ def test_launch_time_and_host_reads_decide_how_many_slices_gain():
 programs = st.builds(
     random_program, st.integers(0, 1_000_000), st.integers(1, 25), num_groups=st.integers(1, 3)
 )
+
+
+@settings(deadline=None, max_examples=60)
+@given(programs, st.sampled_from((*MACHINES, Machine(launch_us=0.1))), st.sampled_from((0.0, 0.6)))
+def test_a_list_schedule_takes_as_long_as_planned(
+    program: Program, machine: Machine, patience: float
+):
+    rule = Rule("order of the program", range(len(program)), patience)
+    order, planned_us = ListScheduler(program, machine, Shape(program), rule, None).run()
+    assert simulate.makespan(program, order, machine) == pytest.approx(planned_us)
 
 
 @settings(deadline=None, max_examples=60)

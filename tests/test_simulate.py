@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from overlap import collectives, cost, graph, schedule, simulate
+from overlap import collectives, cost, schedule, simulate
 from overlap.collectives import Kind, Transport
 from overlap.errors import PassError
 from overlap.simulate import Event, Machine, Program, Storage, TaskKind, Timeline
@@ -87,6 +88,19 @@ def test_on_a_stream_the_host_runs_ahead():
     timeline = play(OVERLAPPED, Machine(launch_us=0.1, is_stream=True))
     assert times(timeline)["mm"] == (0.2, 2.2)
     assert timeline.makespan_us == pytest.approx(0.1 + 3 + 1)
+
+
+def test_issuing_a_collective_takes_the_host_its_own_time():
+    """The start 0.5, the wait 0.25, which the transfer covers."""
+    issued = dataclasses.replace(OVERLAPPED, issue_us=(0.5, 0.0, 0.25, 0.0))
+    timeline = play(issued)
+    assert times(timeline) == {
+        "a@g": (0.5, 3.5),
+        "mm": (0.5, 2.5),
+        "w": (2.5, 3.5),
+        "mm1": (3.5, 4.5),
+    }
+    assert schedule.lower_bound_us(issued, Machine()) <= timeline.makespan_us
 
 
 def test_on_a_stream_a_start_waits_for_the_compute_before_it():
@@ -251,9 +265,7 @@ def test_point_to_point_keeps_its_order():
 
     send.register_fake(lambda x, group: torch.empty_like(x))
     packet = torch.ops.overlap_tests.send
-    collectives.register_transport(
-        Transport(packet, Kind.P2P, lambda n: n.args[1], lambda n: graph.fake_value(n.args[0]))
-    )
+    collectives.register_transport(Transport(packet, Kind.P2P, rows="x", group="group"))
     gm = trace(lambda x: [wait(s) for s in [send(x, "pp"), send(x, "pp")]], torch.zeros(4))
     found = extract(gm)
     assert deps_of(found, "send_1") == {"x_1", "send"}

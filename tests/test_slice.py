@@ -163,7 +163,9 @@ def test_unknown_operator_names_what_to_do() -> None:
     gm = trace(lambda x: torch.erfinv(x.tanh()), torch.randn(4, 3))
     [refused] = slicing.prove(gm).refused
     assert refused.message == ("aten.erfinv has no placement rule; the slices are joined before it")
-    assert refused.advice == "register one with overlap.register_rule"
+    assert refused.advice == (
+        "register one with overlap.register_rule(torch.ops.aten.erfinv), as docs/extending.md shows"
+    )
 
 
 def test_program_that_does_not_trace_in_slices_is_left_alone() -> None:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from overlap import certificate, probe
+from tests.dist import run_ranks
 from tests.sliced import compare
 
 S, D = 3, 6
@@ -402,3 +404,103 @@ def check(program: Program, dynamic: bool, batch: int, slices: Sequence[int]) ->
     else:
         assert not slicer.refused, [r.message for r in slicer.plan.refused]
         assert slicer.num_sliced
+
+
+# ---- numerics='exact' -------------------------------------------------------------------------
+
+
+def wide(m: Body, x: Tensor) -> Tensor:
+    """Rows of whole vectors."""
+    return torch.cat([x @ m.w] * 8, -1)
+
+
+def used_thrice(m: Body, x: Tensor) -> Tensor:
+    """Uses of one value on slices, and between them on joined values: gradients add up in order."""
+    y = x @ m.w
+    first, between, last = y.cumsum(0), y * 1.7, y.flip(0)
+    return first * 0.3 + between * y + last * 0.9
+
+
+def exact_rows(m: Body, x: Tensor) -> Tensor:
+    return (m.norm(m.norm(x @ m.w) @ m.w + m.b) @ m.w) * m.b
+
+
+EXACT: dict[str, Program] = {
+    "silu": Program(lambda m, x: F.silu(x @ m.w), once("silu")),
+    "sigmoid": Program(lambda m, x: torch.sigmoid(x @ m.w), once("sigmoid")),
+    "softplus": Program(lambda m, x: F.softplus(x @ m.w), once("softplus")),
+    "pow": Program(lambda m, x: (x @ m.w).abs() ** 1.7, once("pow")),
+    "gelu_tanh": Program(lambda m, x: F.gelu(x @ m.w, approximate="tanh"), once("gelu")),
+    "silu_of_whole_vectors": Program(lambda m, x: F.silu(wide(m, x))),
+    "softplus_of_whole_vectors": Program(lambda m, x: F.softplus(wide(m, x)) * 2),
+    "dropout": Program(lambda m, x: F.dropout(x @ m.w, 0.5, True), once("dropout")),
+    "used_thrice": Program(used_thrice, once("cumsum", "flip")),
+    "weights_used_thrice": Program(exact_rows),
+    "one_sequence": Program(lambda m, x: F.relu(x @ m.w), once("matmul"), lambda b: rows(1)),
+    "one_row": Program(lambda m, x: F.relu(x @ m.w), once("matmul"), lambda b: rows_2d(1)),
+    "no_row": Program(lambda m, x: F.relu(x @ m.w), inputs=lambda b: rows_2d(0)),
+}
+"""More than those above: what exact numerics alone refuse, or must not."""
+SLICED_EXACTLY = {
+    "linear_relu", "rms_norm_linear", "rotary", "attention", "attention_causal", "softmax_last", "flip_last",
+    "sort_last", "shape_as_value", "shape_as_scale", "zeros_of_extent", "position_of_row",
+    "read_before_write", "silu_of_whole_vectors", "softplus_of_whole_vectors",
+    "weights_used_thrice", "no_row", "dropout_eval",
+}  # fmt: skip
+"""Nothing of these is computed once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """refused: operators that are computed once. error: why nothing is sliced. num_sliced: nodes."""
+
+    refused: set[str]
+    error: str
+    num_sliced: int
+
+
+def compare_exactly(rank: int, num_ranks: int, names: Sequence[str]) -> dict[str, Found]:
+    """Every program with the certificate of this process, bitwise."""
+    functions = ("sigmoid", "silu", "softplus", "gelu", "gelu_tanh", "tanh", "exp", "rsqrt")
+    extent = probe.Extent(max_size=64, max_rows=96)
+    dtype = torch.float32
+    found = certificate.Certificate(
+        certificate.environment(torch.device("cpu")),
+        extent.max_rows,
+        {"float32": dict(probe.products(dtype, dataclasses.replace(extent, max_size=8)))},
+        {"float32": probe.functions(dtype, {n: probe.FUNCTIONS[n] for n in functions})},
+        {
+            "float32": {
+                name: tuple(probe.classes_of_rows(kernel, dtype, extent))
+                for name, kernel in probe.ROWS.items()
+            }
+        },
+        {"float32": tuple(probe.attentions(dtype, (4,)))},
+    )
+    results: dict[str, Found] = {}
+    for name in names:
+        program = (PROGRAMS | EXACT)[name]
+        module = Body(program.fn, program.train)
+        slicer = compare(module, [program.inputs(13)], (3,), rtol=0.0, exact=found)
+        results[name] = Found(
+            slicer.refused if slicer.plan else set(),
+            slicer.error,
+            slicer.num_sliced if slicer.plan else 0,
+        )
+    return results
+
+
+NUM_PARTS = 6
+
+
+@pytest.mark.dist  # in a process of its own, for MKL reads its settings once
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_exact_numerics(part: int) -> None:
+    names = [*PROGRAMS, *EXACT][part::NUM_PARTS]
+    [results] = run_ranks(compare_exactly, 1, names, timeout_s=290)
+    for name, found in results.items():
+        program = (PROGRAMS | EXACT)[name]
+        assert not program.once or found.refused & program.once, (name, found)
+        if name in SLICED_EXACTLY:
+            assert not found.refused and not found.error and found.num_sliced, (name, found)

@@ -137,7 +137,9 @@ def programs(module: nn.Module, slices: int, dtype: torch.dtype = torch.float32)
     """Compiled, as written, and as written in fp64."""
     written = module.to(dtype)
     own, exact = copy.deepcopy(written), copy.deepcopy(written).double()
-    step = torch.compile(own, backend="overlap", fullgraph=True, options={"slices": slices})
+    step = torch.compile(
+        own, backend="overlap", fullgraph=True, options={"slices": slices, "axis": "batch"}
+    )
     return [
         Program.of(own, step, dtype),
         Program.of(written, written, dtype),

@@ -59,8 +59,7 @@ def _writes_operand(start: fx.Node) -> bool:
 
 
 def _give_own_storage(start: fx.Node) -> None:
-    operand = start.args[0]
-    assert isinstance(operand, fx.Node)
+    operand = collectives.rows_of(start)
     with start.graph.inserting_before(start):
         copy = graph.call_like(start, aten.clone.default, (operand,))
     start.replace_input_with(operand, copy)

@@ -84,8 +84,8 @@ def _hashable(value: object) -> object:
 
 
 def _drop_second_wait(node: fx.Node) -> None:
-    source = graph.args_of(node)[0]
-    if isinstance(source, fx.Node) and collectives.is_wait(source):
+    source = collectives.awaited(node)
+    if collectives.is_wait(source):
         node.replace_all_uses_with(source)
         node.graph.erase_node(node)  # a wait has an effect: nobody else removes it
 

@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from overlap import collectives, cost, graph, schedule, simulate
+from overlap import collectives, cost, graph, pricing, schedule, simulate
+from overlap.cost_table import CostTable
 from overlap.graph import Phase
 from overlap.hardware import Profile
 from overlap.pipeline import Context, Effect
@@ -35,11 +36,12 @@ class MemoryCap:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled:
-    """What the last run decided, for the report."""
+    """What the last run decided, for the report. sources: of the costs, if from a table."""
 
     program: simulate.Program
     machine: simulate.Machine
     schedule: schedule.Schedule
+    sources: cost.Sources | None = None
 
     @property
     def start_order(self) -> tuple[str, ...]:
@@ -57,17 +59,19 @@ class Schedule:
     ensures: Phase = Phase.SCHEDULED
 
     def run(self, gm: fx.GraphModule, ctx: Context) -> None:
-        profile = ctx.fact(Profile)
+        profile, table = ctx.fact(Profile), ctx.fact_or_none(CostTable)
         sizes = ctx.fact_or_none(cost.Sizes)
-        costs = cost.estimate(gm, profile, ctx.group_size, sizes)
+        costs = pricing.estimate(gm, profile, ctx.group_size, sizes, table)
         program = self._settle_starts(gm, costs)
-        machine = simulate.Machine.of(profile)
+        machine = simulate.Machine.measured(table) if table else simulate.Machine.of(profile)
         result = schedule.schedule(program, machine, ctx.fact(MemoryCap).num_bytes)
+        if costs.sources and costs.sources.formulas:
+            ctx.remark("note", f"not in the cost table: {costs.sources}; measure again")
         for reason in result.reasons:
             ctx.remark("skipped", reason)
         nodes = list(gm.graph.nodes)
         graph.reorder(gm.graph, [nodes[i] for i in result.order])
-        ctx.provide(Scheduled(program, machine, result))
+        ctx.provide(Scheduled(program, machine, result, costs.sources))
 
     def _settle_starts(self, gm: fx.GraphModule, costs: cost.Costs) -> simulate.Program:
         """The program with every group's starts in the order that all ranks keep."""
@@ -87,25 +91,50 @@ class Schedule:
 def start_order(gm: fx.GraphModule) -> dict[str, list[int]]:
     """Per group, the positions of its starts in the order in which every rank runs them.
 
-    Collectives come in order of how many precede them on a path, then of the program. One that
-    moves integers prepares another, such as an exchange of counts, and comes right before it.
+    Collectives come in order of how many precede them on a path, then of which was preceded first,
+    then of the program. One that moves integers prepares another, such as an exchange of counts,
+    and comes right before it.
+
+    Where forward and backward share a graph, the slice whose forward is done first begins its
+    backward; as autograd adds up gradients from the last slice to the first, the last goes first.
     """
     nodes = list(gm.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    depth: dict[fx.Node, int] = {}
-    for node in nodes:
-        before = max((depth[source] for source in node.all_input_nodes), default=0)
-        depth[node] = before + _moves_data(node)
-    last = (len(nodes), len(nodes))
-    prepares: dict[fx.Node, tuple[int, int]] = {}
+    turns = _turns(nodes)
+    prepares: dict[fx.Node, int] = {}
     for node in reversed(nodes):
-        own = (depth[node], position[node]) if _moves_data(node) else last
+        own = turns.get(node, len(nodes))
         prepares[node] = min([own, *(prepares[user] for user in node.users)])
     groups: dict[str, list[int]] = {}
     starts = [node for node in nodes if collectives.is_start(node)]
     for node in sorted(starts, key=lambda n: (prepares[n], _moves_data(n), position[n])):
         groups.setdefault(collectives.group_of(node), []).append(position[node])
     return groups
+
+
+def _turns(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The collectives of data, and their places in the order of all of them."""
+    by_depth: dict[int, list[fx.Node]] = {}
+    depth: dict[fx.Node, int] = {}
+    for node in nodes:
+        before = max((depth[source] for source in node.all_input_nodes), default=0)
+        depth[node] = before + _moves_data(node)
+        by_depth.setdefault(depth[node], []).append(node)
+    is_shared = len({graph.is_backward(node) for node in nodes if _moves_data(node)}) == 2
+
+    def turn(start: fx.Node) -> tuple[int, int]:
+        before = max((latest[source] for source in start.all_input_nodes), default=-1)
+        return before, -(graph.tag_of(start).slice or 0) if is_shared else 0
+
+    turns: dict[fx.Node, int] = {}
+    latest: dict[fx.Node, int] = {}  # the turn of the last collective up to here on any path
+    for _, level in sorted(by_depth.items()):
+        for start in sorted(filter(_moves_data, level), key=turn):
+            turns[start] = latest[start] = len(turns)
+        for node in level:
+            if node not in turns:
+                latest[node] = max((latest[n] for n in node.all_input_nodes), default=-1)
+    return turns
 
 
 def _moves_data(node: fx.Node) -> bool:

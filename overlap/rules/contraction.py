@@ -30,10 +30,6 @@ def _all_whole(op: Op, *names: str) -> bool:
     return all(isinstance(op.place(op.get(name)), Whole) for name in names)
 
 
-def _weight_gradient(op: Op) -> str:
-    return f"{op.node.name}: weight gradient, a sum over sliced rows"
-
-
 def _contracts(op: Op) -> pl.Refusal:
     return op.refuse("contracts the dim along which the batch is sliced")
 
@@ -45,7 +41,7 @@ def linear(op: Op) -> Decision:
         raise op.refuse("multiplies by a weight that differs between slices")
     if x.dim == len(pl.shape_of(op["input"])) - 1:
         raise _contracts(op)
-    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+    return Decision(Split(x.dim, x.rows))
 
 
 @pl.register_rule(aten.matmul, aten.mm, aten.bmm, aten.mv, aten.dot)
@@ -64,12 +60,10 @@ def matmul(op: Op) -> Decision:
     match a, b:
         case Split(rows=rows), Whole():
             narrow = narrow_to(op, node_b, at_a, rows) if at_a < -2 else {}
-            note = "" if narrow else _weight_gradient(op)
-            return Decision(Split(num_dims + at_a, rows), narrow, reassociates=note)
+            return Decision(Split(num_dims + at_a, rows), narrow)
         case Whole(), Split(rows=rows):
             narrow = narrow_to(op, node_a, at_b, rows) if at_b < -2 else {}
-            note = "" if narrow else _weight_gradient(op)
-            return Decision(Split(num_dims + at_b, rows), narrow, reassociates=note)
+            return Decision(Split(num_dims + at_b, rows), narrow)
         case Split(rows=rows), Split(rows=rows_b) if rows == rows_b and at_a == at_b < -2:
             return Decision(Split(num_dims + at_a, rows))
     raise op.refuse("multiplies rows of different slices")
@@ -79,10 +73,10 @@ def _times_vector(op: Op, a: Split | Whole, b: Split | Whole, num_a: int, num_b:
     """One operand is a whole vector that the other's last (or next to last) dim meets."""
     match a, b:
         case Split(dim, rows), Whole() if num_b == 1:
-            return Decision(Split(dim, rows), reassociates=_weight_gradient(op))
+            return Decision(Split(dim, rows))
         case Whole(), Split(dim, rows) if num_a == 1:
             at = dim if dim < num_b - 2 else dim - 1
-            return Decision(Split(at, rows), reassociates=_weight_gradient(op))
+            return Decision(Split(at, rows))
     raise op.refuse("multiplies rows of different slices")
 
 
@@ -91,7 +85,7 @@ def addmm(op: Op) -> Decision:
     a, b, bias = _data(op, "mat1"), _data(op, "mat2"), _data(op, "self")
     match a, b, bias:
         case Split(0, rows), Whole(), Whole() if len(pl.shape_of(op["self"])) == 1:
-            return Decision(Split(0, rows), reassociates=_weight_gradient(op))
+            return Decision(Split(0, rows))
         case Split(1), Whole(), _:
             raise _contracts(op)
     raise op.refuse("multiplies or adds rows of different slices")
@@ -114,8 +108,7 @@ def einsum(op: Op) -> Decision:
     for letters, tensor in pairs:
         if isinstance(op.place(tensor), Whole) and letter in letters:
             narrow |= narrow_to(op, tensor, letters.index(letter) - len(letters), rows)
-    note = _weight_gradient(op)
-    return Decision(Split(output.index(letter), rows), narrow, reassociates=note)
+    return Decision(Split(output.index(letter), rows), narrow)
 
 
 def _sliced_letter(op: Op, pairs: list[tuple[str, fx.Node]]) -> tuple[str, pl.Rows]:
@@ -145,7 +138,7 @@ def grouped_mm(op: Op) -> Decision:
         case _:
             raise op.refuse("has no rule for these operands", "group received rows by their counts")
     groups = pl.Groups(tuple(_groups(op, received, ends)), {"mat2": 0, "offs": 0})
-    return Decision(Split(0, received), reassociates=_weight_gradient(op), groups=groups)
+    return Decision(Split(0, received), groups=groups)
 
 
 def _groups(op: Op, received: pl.Received, ends: Sequence[pl.Form]) -> Iterator[pl.Group]:
@@ -207,7 +200,7 @@ def norm(op: Op) -> Decision:
         raise op.refuse("has a weight that differs between slices")
     if x.dim >= len(op.shape) - len(op["normalized_shape"]):
         raise op.refuse(f"normalises over dim {x.dim}, along which the batch is sliced")
-    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+    return Decision(Split(x.dim, x.rows))
 
 
 @pl.register_rule(aten.batch_norm)
@@ -220,7 +213,7 @@ def batch_norm(op: Op) -> Decision:
         raise op.refuse("is sliced along its channels")
     if not _all_whole(op, "weight", "bias", "running_mean", "running_var"):
         raise op.refuse("has statistics that differ between slices")
-    return Decision(Split(x.dim, x.rows), reassociates=_weight_gradient(op))
+    return Decision(Split(x.dim, x.rows))
 
 
 _BATCHED_RANK = {
@@ -240,7 +233,7 @@ def per_sample(op: Op) -> Decision:
         raise op.refuse("is sliced along a dim that it mixes")
     if not _all_whole(op, "weight", "bias"):
         raise op.refuse("has a weight that differs between slices")
-    return Decision(Split(0, x.rows), reassociates=_weight_gradient(op))
+    return Decision(Split(0, x.rows))
 
 
 @pl.register_rule(aten.embedding)
@@ -250,8 +243,7 @@ def embedding(op: Op) -> Decision:
         raise op.refuse("looks up in a table that differs between slices")
     if op["scale_grad_by_freq"]:
         raise op.refuse("scales gradients by how often a row occurs in the whole batch")
-    note = f"{op.node.name}: gradient of the table, a sum over sliced rows"
-    return Decision(Split(indices.dim, indices.rows), reassociates=note)
+    return Decision(Split(indices.dim, indices.rows))
 
 
 @pl.register_rule(aten.one_hot)

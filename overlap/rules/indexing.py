@@ -54,9 +54,7 @@ def _index_one(op: Op, dim: int, by: fx.Node) -> Decision:
         ):
             return Decision(Counts(pl.Form(form.matrix[list(constant)], form.base)))
         case Whole(), Split(at, rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):
-            return Decision(
-                Split(dim + at, rows), reassociates=f"{op.node.name}: gradient of a table"
-            )
+            return Decision(Split(dim + at, rows))
         case Split(at, rows, meaning), Whole() if at != dim and len(pl.shape_of(by)) == 1:
             if isinstance(meaning, pl.INDEX_MEANINGS):
                 raise op.refuse("picks row numbers as data")

@@ -27,13 +27,13 @@ _ADVICE = (
 
 @pl.register_rule(_c10d.wait_tensor)
 def wait(op: Op) -> Decision:
-    return Decision(op.place(op["tensor"]))
+    return Decision(op.place(collectives.awaited(op.node)))
 
 
 @pl.register_rule(_c10d.all_to_all_single)
 def all_to_all(op: Op) -> Decision:
-    outs, ins = op["output_split_sizes"], op["input_split_sizes"]
-    match op.place(op["input"]):
+    outs, ins = collectives.splits_of(op.node)
+    match op.place(collectives.rows_of(op.node)):
         case Counts(form):
             return Decision(Counts(_exchanged_counts(op, form, outs, ins)))
         case Split(0, pl.Sorted() as rows, meaning) if not isinstance(meaning, pl.INDEX_MEANINGS):

@@ -69,7 +69,8 @@ def compare_in(store: dist.Store, rank: int, key: str, decided: Decided) -> None
     if differences := list(_differences(*sides.items())):
         raise DivergenceError(
             f"{' and '.join(sides)} decided differently: {', and '.join(differences)}; give all "
-            "ranks the same options and the same hardware profile, and if they have them, report it"
+            "ranks the same options, hardware profile, cost table and exactness certificate, and "
+            "if they have them, report it"
         )
 
 
@@ -88,6 +89,16 @@ def structure_of(gm: fx.GraphModule) -> str:
             types = [(str(t.dtype), t.dim(), t.requires_grad) for t in tensors]
             lines.append(f"{_operator(node)} {operands} {types}")
     return _digest(lines)
+
+
+def program_of(gm: fx.GraphModule) -> str:
+    """A digest of the structure and of the shapes of parameters and buffers: what a cost table is
+    for. Equal for every batch; ranks that hold other shards may have programs of their own."""
+    held = [node for node in graph.placeholders(gm.graph) if graph.is_module_state(node)]
+    shapes = [
+        str(tuple(t.shape)) for node in held for t in graph.tensors_of(graph.fake_value(node))
+    ]
+    return _digest([structure_of(gm), *shapes])
 
 
 def _operator(node: fx.Node) -> str:

@@ -43,8 +43,8 @@ def test_the_error_names_ranks_and_options_and_the_first_start_that_differs() ->
     assert refusal(TWO, four) == (
         "rank 3 and rank 1 decided differently: slices is 2 on rank 3 and 4 on rank 1, and "
         "collective 2 of group 'ep' is all_reduce (all_reduce) on rank 3 and all_to_all_single_1 "
-        "(all_to_all) on rank 1; give all ranks the same options and the same hardware profile, "
-        "and if they have them, report it"
+        "(all_to_all) on rank 1; give all ranks the same options, hardware profile, cost table and "
+        "exactness certificate, and if they have them, report it"
     )
 
 
@@ -125,6 +125,19 @@ def test_a_program_is_the_same_for_every_batch() -> None:
     assert structure(Net(), 5, dynamic=True) == structure(Net(), 1)
 
 
+def test_the_program_of_a_cost_table_has_the_shapes_of_its_parameters() -> None:
+    found: list[str] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        found.append(agree.program_of(gm))
+        return gm.forward
+
+    for width, batch in ((6, 4), (6, 8), (7, 4)):
+        torch._dynamo.reset()
+        torch.compile(nn.Linear(width, 6), backend=backend)(torch.randn(batch, width))
+    assert found[0] == found[1] != found[2]
+
+
 def test_another_operator_or_another_gradient_is_another_program() -> None:
     frozen = Net()
     frozen.linear.weight.requires_grad_(False)
@@ -161,11 +174,17 @@ def train(rank: int, num_ranks: int, job: Job) -> list[str]:
     return keys
 
 
+OPTIONS = {"slices": 2, "axis": "batch"}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("other", "difference"),
     [
-        ({"slices": 4}, "slices is (2|4) on rank . and (2|4) on rank ., and collective 2 of group"),
+        (
+            {"slices": 4, "axis": "batch"},
+            "slices is (2|4) on rank . and (2|4) on rank ., and collective 2 of group",
+        ),
         ({"preset": "none"}, "slices is (1|2) on rank . and (1|2) on rank ., and collective 1 of"),
     ],
     ids=["slices", "preset"],
@@ -175,13 +194,13 @@ def test_ranks_with_other_options_stop_instead_of_hanging(
 ) -> None:
     message = f"DivergenceError: rank . and rank . decided differently: {difference}"
     with pytest.raises(RankError, match=message):
-        run_ranks(train, 2, Job(({"slices": 2}, other)), timeout_s=200)
+        run_ranks(train, 2, Job((OPTIONS, other)), timeout_s=200)
 
 
 @pytest.mark.dist
 def test_ranks_with_other_batches_meet_and_agree() -> None:
     """Rank 1 compiles again twice, alone: for one row, which no slice but one has, and for six."""
-    job = Job(({"slices": 2}, {"slices": 2}), rows=((4, 4, 4), (3, 1, 6)))
+    job = Job((OPTIONS, OPTIONS), rows=((4, 4, 4), (3, 1, 6)))
     first, second = run_ranks(train, 2, job, timeout_s=200)
     assert [key.rpartition("/")[2] for key in first] == ["forward", "backward"]
     assert second == 3 * first

@@ -1,0 +1,1 @@
+"""Who generates the compute kernels of a graph whose order is decided: `inner="inductor"`."""
