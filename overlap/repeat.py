@@ -116,7 +116,8 @@ class _Sequences:
 
     places: which item of which stretch a node is; nodes that all layers share have none.
     shifts: per call outside of every stretch, whether it belongs behind the last layer.
-    saved: of a backward graph, the forward node that an input is the value of.
+    twins: of a backward graph, the forward node that an input is the value of, and the one that a
+        call computes again.
     """
 
     def __init__(self, gm: fx.GraphModule) -> None:
@@ -132,7 +133,7 @@ class _Sequences:
         self.places: dict[fx.Node, _Place] = {}
         self.body_stretches: list[Stretch] = []
         self.shifts: dict[int, bool] = {}
-        self.saved: dict[fx.Node, fx.Node] = {}
+        self.twins: dict[fx.Node, fx.Node] = {}
         if any(node.op == "placeholder" for node in self.body):
             raise PassError("the inputs of the graph do not come first")
 
@@ -284,9 +285,15 @@ class _Sequences:
     def find_saved(self, ahead: _Sequences) -> None:
         """Pair the inputs of a backward graph as the nodes of the forward graph that they are."""
         by_name = {node.name: node for node in ahead.gm.graph.nodes}
-        self.saved = {n: by_name[n.name] for n in self.inputs if n.name in by_name}
+        self.twins = {n: by_name[n.name] for n in self.inputs if n.name in by_name}
+        self.twins |= {
+            node: by_name[node.name]
+            for node in self.body
+            if node.name in by_name
+            and graph.fake_value(node) is graph.fake_value(by_name[node.name])
+        }
         places = [
-            ahead.places.get(self.saved[node]) if node in self.saved else None
+            ahead.places.get(self.twins[node]) if node in self.twins else None
             for node in self.inputs
         ]
         partner = _partners(places)
@@ -384,8 +391,10 @@ class _Unroller:
 
         place = self.old.places.get(node)
         is_repeated = place is not None and place[1] >= 0
-        source = self.old.saved.get(node)
-        source = self.ahead.at(source, shift if is_repeated else 0) if source else None
+        twin = self.old.twins.get(node)
+        # An input outside of every stretch is one that all layers or only the first one reads.
+        is_of_layer = is_repeated or node.op != "placeholder"
+        source = self.ahead.at(twin, shift if is_of_layer else 0) if twin else None
         new = self.graph.create_node(
             node.op,
             node.target,
