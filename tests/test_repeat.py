@@ -288,7 +288,7 @@ def deepseek(num_layers: int) -> tuple[nn.Module, list[Tensor]]:
 
 
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("whole_step", [False, True])
+@pytest.mark.parametrize("whole_step", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compilation_is_that_of_the_whole_model(whole_step: bool) -> None:
     config = Config(slices=2, hardware="h100", whole_step=whole_step)
     short = report.compile_repeated(*deepseek(4), config)
