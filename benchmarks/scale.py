@@ -139,23 +139,15 @@ def _row(case: str, program: Program, machine: Machine) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
+    """Everything in seconds, but for the nodes and the memory."""
     result = Table(
-        "case", "nodes", "capture s", "extract s", "schedule s", "cpu s", "rss MB",
-        "step us before", "after",
-    )  # fmt: skip
+        "case", "nodes", "capture", "extract", "schedule", "cpu", "rss MB", "step", "was"
+    )
+    columns = ("case", "num_nodes", "capture_s", "extract_s", "seconds", "cpu_s", "rss_mb")
     for row in rows:
-        columns = (
-            "case",
-            "num_nodes",
-            "capture_s",
-            "extract_s",
-            "seconds",
-            "cpu_s",
-            "rss_mb",
-            "makespan_before",
-            "makespan",
-        )
-        result.add_row(*(str(row.get(column, "")) for column in columns))
+        cells = [str(row.get(column, "")) for column in columns]
+        steps = [f"{row[column] / 1e6:.2f}" for column in ("makespan", "makespan_before")]
+        result.add_row(*cells, *steps)
     return result
 
 
