@@ -35,6 +35,7 @@ from overlap import (
     graph,
     presets,
     pricing,
+    repeat,
     simulate,
     whole_step,
 )
@@ -51,6 +52,7 @@ from overlap.passes.recompute import Policies
 from overlap.passes.schedule import MemoryCap, Scheduled
 from overlap.passes.slice import Sliced
 from overlap.pipeline import Context, Remark, run
+from overlap.repeat import More
 from overlap.runtime import agree, detect, groups
 
 Runner = Callable[[fx.GraphModule], Callable[..., Any]]
@@ -98,6 +100,27 @@ def compile_with(
         reference = as_written(gm, example_inputs, kernels)
         return Checked(compiled, reference, config.check_steps, record.is_exact)
     return compiled
+
+
+class Unrolled(BaseException):
+    """The graphs of a deeper program were compiled; the one that was captured does not run."""
+
+
+def compile_deeper(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config: Config, more: More
+) -> None:
+    """Compile the program that has more of the equal layers that `gm` repeats, and raise Unrolled
+    when that is done. Raises PassError if the graphs of `gm` do not repeat."""
+    _unify_sizes(gm)
+    began = time.perf_counter()
+    record = Compilation.begin(config, example_inputs, agree.structure_of(gm), agree.program_of(gm))
+    ctx = Context(config, groups.size_of, remarks=record.remarks, runs=record.runs)
+    session = _Session(record, ctx, _Kernels(eager, ctx), boxed_callable, more=more)
+    try:
+        _compile(gm, example_inputs, session)
+    finally:
+        record.compile_s = time.perf_counter() - began
+    raise PassError("a deeper program needs slices and a backward; this one has none")
 
 
 def as_written(
@@ -182,6 +205,14 @@ def set_dynamo_flags() -> None:
 set_dynamo_flags()
 
 
+def mark_sizes_dynamic(inputs: Sequence[Any]) -> None:
+    """Have the first capture make the sizes of the data symbolic, where no restart is needed."""
+    for value in inputs:
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if _may_become_symbolic(value, dim, size):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+
+
 def _restart_with_symbolic_sizes(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Mark every size of the data dynamic and have Dynamo capture again, once per input.
 
@@ -229,6 +260,7 @@ class _Session:
     """One compilation: what its passes share, from the forward to the backward graph.
 
     captured: the forward as it was sliced, None where it could not be captured.
+    more: equal layers that the program has and that were not captured.
     """
 
     record: Compilation
@@ -237,6 +269,7 @@ class _Session:
     runner: Runner
     preset: presets.Preset = presets.NONE
     captured: fx.GraphModule | None = None
+    more: More | None = None
 
     def bind_sizes(self, gm: fx.GraphModule) -> None:
         """Fix the nominal sizes by the graph that shows most: the joint one, or the only one."""
@@ -307,7 +340,7 @@ def _compile_sliced(
         program,
         example_inputs,
         functools.partial(_compile_graph, session),
-        functools.partial(_partition, session),
+        functools.partial(_partition_deeper if session.more else _partition, session),
     )
 
 
@@ -382,6 +415,22 @@ def _use_table(gm: fx.GraphModule, ctx: Context, record: Compilation) -> None:
 def _partition(
     session: _Session, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
+    parts = _parts_of(session, joint_gm, joint_inputs, **options)
+    return _finished(session, parts, options["num_fwd_outputs"])
+
+
+def _finished(session: _Session, parts: whole_step.Parts, num_outputs: int) -> whole_step.Parts:
+    """The graphs that are to be scheduled."""
+    parts = _joined(session, parts, num_outputs)
+    for part in parts:
+        graph.set_phase(part, graph.Phase.NORMALIZED)
+    session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
+    return parts
+
+
+def _parts_of(
+    session: _Session, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     graph.set_phase(joint_gm, graph.Phase.JOINT)
     run(joint_gm, session.preset.joint, session.ctx)
     if inexact := session.ctx.take(Inexact):
@@ -391,12 +440,24 @@ def _partition(
             "(numerics='exact')"
         )
     session.bind_sizes(joint_gm)
-    parts = default_partition(joint_gm, joint_inputs, **options)
-    parts = _joined(session, parts, options["num_fwd_outputs"])
-    for part in parts:
-        graph.set_phase(part, graph.Phase.NORMALIZED)
-    session.record.base_peak_bytes = max(_program_order_peak(session, part) for part in parts)
-    return parts
+    return default_partition(joint_gm, joint_inputs, **options)
+
+
+def _partition_deeper(
+    session: _Session, joint_gm: fx.GraphModule, joint_inputs: Any, **options: Any
+) -> Any:
+    """Compile the graphs of the program with more layers. AOTAutograd knows nothing of those
+    layers, so it is left at once."""
+    assert session.more is not None
+    parts = _parts_of(session, joint_gm, joint_inputs, **options)
+    num_outputs = repeat.unroll(*parts, options["num_fwd_outputs"], session.more)
+    parts = _finished(session, parts, num_outputs)
+    is_whole = session.record.is_whole_step
+    for kind, part in zip(
+        ("step", "scale") if is_whole else ("forward", "backward"), parts, strict=True
+    ):
+        session.final(kind, part, session.record.base_peak_bytes)
+    raise Unrolled
 
 
 def _joined(session: _Session, parts: whole_step.Parts, num_outputs: int) -> whole_step.Parts:

@@ -98,6 +98,13 @@ def set_fake_value(node: fx.Node, value: Any) -> None:
         node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
+def copy_type(source: fx.Node, target: fx.Node, value: Any) -> None:
+    """Record a fake value of the very type of that of `source`."""
+    target.meta["val"] = value
+    if "tensor_meta" in source.meta:
+        target.meta["tensor_meta"] = source.meta["tensor_meta"]
+
+
 def binds_sizes(node: fx.Node) -> bool:
     """Whether sizes of the result depend on data, and are known once the node has run."""
     return bool(node.meta.get("unbacked_bindings"))
@@ -173,6 +180,40 @@ def _plain_path(raw: str) -> str:
     path = re.sub(r"_(?:modules|parameters|buffers)\['(\w+)'\]", r"\1", path)
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     return path.replace("..", ".").strip(".")
+
+
+class Renumbering:
+    """Other indices of the modules of one list, for nodes that stand for modules further down it.
+
+    path: of the list, as `model.layers`; first: the index from which on modules are renumbered.
+    """
+
+    def __init__(self, path: str, first: int) -> None:
+        separator = r"\W+(?:_modules\W+)?"
+        names = separator.join(map(re.escape, path.split(".")))
+        self._index = re.compile(rf"(\b{names}{separator})(\d+)\b")
+        self._first = first
+        self._known: dict[tuple[int, int], dict[str, Any]] = {}
+
+    def apply(self, node: fx.Node, shift: int) -> None:
+        """Let `node` come from modules `shift` further down the list."""
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            stack = node.meta.get(key)
+            if stack and shift:
+                known = (id(stack), shift)
+                if known not in self._known:
+                    self._known[known] = {
+                        name: (self._shifted(path, shift), *rest)
+                        for name, (path, *rest) in stack.items()
+                    }
+                node.meta[key] = self._known[known]
+
+    def _shifted(self, path: str, shift: int) -> str:
+        def shifted(match: re.Match[str]) -> str:
+            index = int(match[2])
+            return match[1] + str(index + shift if index >= self._first else index)
+
+        return self._index.sub(shifted, path, count=1)
 
 
 def is_module_state(placeholder: fx.Node) -> bool:
@@ -324,6 +365,42 @@ def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     for node in order:
         cursor.append(node)
         cursor = node
+
+
+class Snapshot:
+    """A graph as it is now, cheap to take: to compare with, and to build again, later on."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._nodes = {
+            node: (node.op, node.target, node.args, node.kwargs, fake_value(node), dict(node.meta))
+            for node in gm.graph.nodes
+        }
+
+    def has_same_nodes(self, gm: fx.GraphModule, in_order: bool) -> bool:
+        """Whether `gm` is known to have the very nodes, each with the very call and value; False
+        may also be said of nodes that were made again."""
+        nodes = list(gm.graph.nodes)
+        is_same = list(self._nodes) == nodes if in_order else self._nodes.keys() == set(nodes)
+        return is_same and all(
+            a is b
+            for node in nodes
+            for a, b in zip(
+                self._nodes[node],
+                (node.op, node.target, node.args, node.kwargs, fake_value(node)),
+                strict=False,
+            )
+        )
+
+    def restored(self) -> fx.GraphModule:
+        """The graph as it was, of nodes of its own."""
+        copy = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node, (op, target, args, kwargs, _, meta) in self._nodes.items():
+            args, kwargs = fx.map_arg((args, kwargs), copies.__getitem__)  # pyright: ignore
+            copies[node] = copy.create_node(op, target, args, kwargs, node.name, node.type)
+            copies[node].meta = meta
+        return fx.GraphModule(self._gm, copy)
 
 
 def infer_fake_value(node: fx.Node) -> None:

@@ -249,21 +249,15 @@ def _pass_limit() -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Before:
-    """The graph before a pass: what the pass is held to, and what a reproducer shows; `lines` only
-    where the effect promises something about them."""
+    """The graph before a pass: what the pass is held to, and what a reproducer shows."""
 
-    dump: str
-    code: str
-    lines: list[str]
+    snapshot: graph.Snapshot
     signature: verify.Signature
 
 
 def _run_pass(gm: fx.GraphModule, step: Pass, ctx: Context) -> None:
     before = _Before(
-        printing.dump(gm),
-        gm.code,
-        printing.lines(gm) if step.effect is not Effect.REWRITE else [],
-        verify.signature(gm, keep_effects=step.effect is not Effect.REWRITE),
+        graph.Snapshot(gm), verify.signature(gm, keep_effects=step.effect is not Effect.REWRITE)
     )
     ctx.running = step.name
     began = time.perf_counter()
@@ -296,14 +290,17 @@ def _finish(gm: fx.GraphModule, step: Pass, before: _Before) -> None:
     if step.effect is Effect.REWRITE:
         remove_dead_code(gm)
     else:
-        _check_effect(printing.lines(gm), before.lines, step)
+        _check_effect(gm, before.snapshot, step)
     phase = max(graph.phase_of(gm), step.ensures)
     verify.verify(gm, phase, before.signature, after=f"pass {step.name!r}")
     graph.set_phase(gm, phase)
     gm.recompile()
 
 
-def _check_effect(now: list[str], before: list[str], step: Pass) -> None:
+def _check_effect(gm: fx.GraphModule, snapshot: graph.Snapshot, step: Pass) -> None:
+    if snapshot.has_same_nodes(gm, in_order=step.effect is Effect.ANNOTATE):
+        return
+    now, before = printing.lines(gm), printing.lines(snapshot.restored())
     if step.effect is Effect.REORDER:
         now, before = sorted(now), sorted(before)
     if now == before:
@@ -330,9 +327,10 @@ def _explained(error: Exception, step: Pass, before: _Before, ctx: Context) -> O
 
 def _write_reproducer(message: str, step: Pass, before: _Before, ctx: Context) -> str:
     """Write what is needed to look at the failure again; returns a line that says where it is."""
+    gm = before.snapshot.restored()
     files = {
-        "graph.txt": before.dump,
-        "graph.py": f"import torch\nfrom torch import device, inf, nan\n\n{before.code.strip()}",
+        "graph.txt": printing.dump(gm),
+        "graph.py": f"import torch\nfrom torch import device, inf, nan\n\n{gm.code.strip()}",
         "pipeline.txt": print_pass(step),
         "config.json": json.dumps(dataclasses.asdict(ctx.config), indent=2),
         "error.txt": message,

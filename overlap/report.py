@@ -7,6 +7,7 @@ what a link recorded.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import io
@@ -19,12 +20,13 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from overlap import backend, compilation, cost, graph
+from overlap import backend, compilation, cost, graph, shallow
 from overlap.choose import Choice
 from overlap.compilation import Compilation, CompiledCollective, CompiledGraph
 from overlap.config import Config
 from overlap.errors import ConfigError, OverlapError
 from overlap.pipeline import Remark
+from overlap.repeat import More
 from overlap.runtime.link import Record, Recording
 from overlap.simulate import Timeline
 from overlap.tables import Grid, megabytes, ms, percent
@@ -352,6 +354,46 @@ def compile_only(
     finally:
         torch.compiler.reset()
     raise ConfigError("nothing was captured: the target runs no tensor operator")
+
+
+def compile_repeated(model: nn.Module, inputs: Sequence[Any], config: Config) -> Compilation:
+    """The same for a training step of a deep model whose equal layers are traced once; with all
+    that was decided. What was compiled does not run.
+
+    The model may be of fake tensors, which take no memory. Raises ConfigError for one on the meta
+    device, for which autograd derives another program, and if it has no equal layers in a row;
+    PassError if they are not called alike, or their graphs do not repeat.
+    """
+    if any(tensor.is_meta for tensor in shallow.tensors_of(model)):
+        raise ConfigError(
+            "on the meta device a loss has no gradient; build the model of fake tensors on the "
+            "device that it is for (torch._subclasses.FakeTensorMode)"
+        )
+    run = shallow.longest_run(model)
+    if run is None:
+        raise ConfigError(f"the model has no more than {shallow.KEPT} equal layers in a row")
+    shallow.check_uniform(model, run, inputs)
+    failed: list[OverlapError] = []
+
+    def compile_deeper(gm: Any, example_inputs: Sequence[Any]) -> Any:
+        own = {id(tensor) for tensor in shallow.tensors_of(run.modules[0])}
+        num_inputs = sum(id(value) in own for value in example_inputs)
+        more = More(run.length - shallow.KEPT, num_inputs, run.path, run.first)
+        try:
+            backend.compile_deeper(gm, example_inputs, config, more)
+        except OverlapError as error:  # Dynamo would wrap it
+            failed.append(error)
+            raise backend.Unrolled from error
+
+    torch.compiler.reset()
+    num_known = len(compilation.records())
+    backend.mark_sizes_dynamic(inputs)
+    with shallow.shortened(run), contextlib.suppress(backend.Unrolled):
+        torch.compile(model, backend=compile_deeper, fullgraph=True)(*inputs)
+    torch.compiler.reset()
+    if failed:
+        raise failed[0]
+    return compilation.records()[num_known]
 
 
 class _Stopped(BaseException):
