@@ -36,7 +36,13 @@ RANK_ENV = {
     "MKL_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-PRELOADED = ["torch", "torch.distributed._functional_collectives", "torch._dynamo"]
+PRELOADED = [
+    "torch",
+    "torch.distributed._functional_collectives",
+    "torch._dynamo",
+    "torch._functorch.aot_autograd",
+    "overlap.backend",
+]
 GRACE_S = 5.0
 CAUSE_S = 0.2  # how long a failure waits for an earlier one that made it fail
 PR_SET_PDEATHSIG = 1
