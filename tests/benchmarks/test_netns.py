@@ -70,7 +70,8 @@ def test_a_rank_that_fails_is_named(link):
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_signals_take_it_down(link, stop: signal.Signals):
     program = (
-        "import time\n"
+        "import signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs\n"
         "from benchmarks.netns import shaped_link\n"
         "with shaped_link(400) as link:\n"
         "    print(*link.namespaces, flush=True)\n"
