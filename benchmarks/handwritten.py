@@ -208,6 +208,27 @@ def start_p2p(output: Tensor, source: Tensor, output_splits: Splits, splits: Spl
     return works
 
 
+class Replayed:
+    """gloo's all-to-all in the first step; later ones get what the first received, and nothing is
+    sent: a step of computation alone, which no overlap can beat."""
+
+    def __init__(self, num_in_step: int) -> None:
+        self.num_in_step = num_in_step
+        self.received: list[Tensor] = []
+        self.num_calls = 0
+
+    def __call__(
+        self, output: Tensor, source: Tensor, output_splits: Splits, splits: Splits
+    ) -> list[Any]:
+        if self.num_calls < self.num_in_step:
+            wait(start_gloo(output, source, output_splits, splits))
+            self.received.append(output.clone())
+        else:
+            output.copy_(self.received[self.num_calls % self.num_in_step])
+        self.num_calls += 1
+        return []
+
+
 def wait(works: Sequence[Any]) -> None:
     for work in works:
         work.wait()
@@ -476,11 +497,11 @@ def rows_of(case: str, steps_ms: dict[str, list[float]]) -> list[dict[str, Any]]
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
     print(f"{rows[0]['case']}; milliseconds a step, speed-up of the lower quartiles")
-    print(f"{'variant':18} {'min':>7} {'q1':>7} {'median':>7} {'over eager':>11} {'over p2p':>9}")
+    print(f"{'variant':26} {'min':>7} {'q1':>7} {'median':>7} {'over eager':>11} {'over p2p':>9}")
     for row in rows:
         ms = row["step_ms"]
         print(
-            f"{row['variant']:18} {ms['min']:7.1f} {ms['q1']:7.1f} {ms['median']:7.1f}"
+            f"{row['variant']:26} {ms['min']:7.1f} {ms['q1']:7.1f} {ms['median']:7.1f}"
             f" {row['speedup']:10.2f}x {row['speedup_over_p2p']:8.2f}x"
         )
 

@@ -5,6 +5,7 @@
 As root, over a real link of that bandwidth between two network namespaces; otherwise over the
 emulated one, which is then said. One run, all variants in turn on the same weights and batch:
 
+    compute alone                  eager, its rows received once and for all: nothing is sent
     eager; eager, p2p              as anyone would write them (`benchmarks.handwritten`)
     sliced, N=2; sliced, N=4       sliced by hand
     overlap, N=1, 2, 4             the program as written, through `backend="overlap"`
@@ -13,12 +14,14 @@ emulated one, which is then said. One run, all variants in turn on the same weig
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 
 from benchmarks import handwritten
-from benchmarks.handwritten import Layer, Model, Shape, Splits
+from benchmarks.handwritten import VARIANTS, Layer, Model, Shape, Splits, Variant
 from benchmarks.netns import LinkUnavailable, shaped_link
 from overlap.runtime import launch, link, link_group
 
@@ -39,6 +42,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "overlap, whole step, N=4": {"slices": 4, "whole_step": True},
 }
 """Variants of the compiler and their options."""
+QUARTILES = {"q1": 0.25, "median": 0.5, "q3": 0.75}
 RANK_ENV = {"OMP_NUM_THREADS": "1", "MKL_CBWR": "AVX512,STRICT"}
 
 
@@ -116,9 +120,11 @@ def measure(backend: str, link_mbit: float, repeats: int, shape: Shape) -> dict[
     rank, world = dist.get_rank(), dist.get_world_size()
     x_BTD, classes_BT = handwritten.make_batch(shape, rank)
     model = handwritten.make_model(shape, rank, world)
+    alone = Variant(1, handwritten.Replayed(4 * shape.layers))
     steps: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        name: _by_hand(name, model) for name in BY_HAND
+        "compute alone": functools.partial(alone.step, model)
     }
+    steps |= {name: functools.partial(VARIANTS[name].step, model) for name in BY_HAND}
     with tempfile.TemporaryDirectory() as folder:
         profile = profile_file(Path(folder), link_mbit)
         for name, options in COMPILED.items():
@@ -148,10 +154,6 @@ def take_turns(
     return steps_ms
 
 
-def _by_hand(name: str, model: Model) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x_BTD, classes_BT: handwritten.VARIANTS[name].step(model, x_BTD, classes_BT)
-
-
 def profile_file(folder: Path, link_mbit: float) -> str:
     """A hardware profile with this link: the compiler is told what the link is, as users would."""
     path = folder / "link.toml"
@@ -175,8 +177,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             measure, *arguments, options=launch.LaunchOptions(num_ranks=2, env=RANK_ENV)
         )
     rows = handwritten.rows_of(f"2-layer MoE, 2 ranks, {kind}", ranks[0])
+    beside = beside_by_hand(ranks[0])
+    for row in rows:
+        row["by_hand_over_this"] = beside.get(row["variant"])
     handwritten.show(rows, options.json)
+    if not options.json:
+        print("\nspeed beside the same slices by hand, of the steps of each turn:")
+        for name, ratio in beside.items():
+            print(f"{name:26} {ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})")
     return 0
+
+
+def beside_by_hand(steps_ms: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """For each variant of the compiler: time of the hand-written step of as many slices over its
+    own, in each turn; quartiles over the turns. One slice is as written."""
+    by_hand = {1: "eager", 2: "sliced, N=2", 4: "sliced, N=4"}
+    ratios = {
+        name: np.divide(steps_ms[by_hand[options["slices"]]], steps_ms[name])
+        for name, options in COMPILED.items()
+    }
+    return {
+        name: {q: round(float(np.quantile(r, p)), 3) for q, p in QUARTILES.items()}
+        for name, r in ratios.items()
+    }
 
 
 if __name__ == "__main__":

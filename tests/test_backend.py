@@ -163,6 +163,7 @@ def test_uneven_cuts_over_several_steps_and_batch_sizes() -> None:
         check_gradients(outcome)
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     for outcome in run_ranks(compare, 4, Job(slices=2), timeout_s=280):
         assert outcome.loss_error < 1e-6

@@ -395,7 +395,7 @@ def train_in_bf16(rank: int, num_ranks: int, slices: int) -> tuple[Outcome, Outc
     return even, compare(Loop(sgd, num_steps=2, data=Data(rows=9)), three)
 
 
-@pytest.mark.parametrize("slices", [1, 2, 4])
+@pytest.mark.parametrize("slices", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_first_loss_in_bf16_is_bitwise_and_gradients_within_rounding(slices: int) -> None:
     for even, uneven in run_ranks(train_in_bf16, 2, slices, timeout_s=280):
         assert even.losses[0] == even.losses_as_written[0]
@@ -500,7 +500,7 @@ def train_unequal(rank: int, num_ranks: int, slices: int) -> Unequal:
     return Unequal(outcome, [tuple(order) for order in starts])
 
 
-@pytest.mark.parametrize("slices", [2, 4])
+@pytest.mark.parametrize("slices", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_four_ranks_with_unequal_batches(slices: int) -> None:
     """Losses are weighted by rows: those of all ranks add up to the mean over all rows. Slices may
     have no row at all."""
