@@ -4,12 +4,11 @@ The target is compiled at each number of slices that the cost model chooses from
 
     plain steps   the graphs as they run, one behind the other: how long each takes as a whole
     timed steps   the same graphs, node by node, each call timed by itself; a collective begins
-                  when all ranks are there, and nothing runs beside it
+                  when the last rank is there, and nothing runs beside it
 
 A time is the lower quartile over the steps: a machine is disturbed one way only. A call's is
-averaged over the nodes that make it, and that of the slowest rank: the others wait for it. A
-collective's is that of the rank that came last to it. Host time to issue a call is part of it, as
-is freeing what dies with it.
+averaged over the nodes that make it, and that of the slowest rank: the others wait for it. Host
+time to issue a call is part of it, as is freeing what dies with it.
 
 How much communication slows compute beside it is measured by itself: products of small matrices,
 alone and beside an all-to-all. Of every routed exchange the rows are noted, so that a schedule can
@@ -46,6 +45,7 @@ from overlap.tables import Grid, ms
 from overlap.target import MeshSpec
 
 WARM_STEPS = 3
+LATE_S = 2e-3  # longer than ranks leave a barrier apart, shorter than they come apart in training
 CONTENTION_REPEATS, CONTENDING_BYTES, PRODUCT_SIZE = 9, 2**22, 128
 QUANTILES = (50, 90, 99)
 RANK_ENV = {"MKL_CBWR": "AVX512,STRICT"}  # as in the demo: the kernels are part of the place
@@ -285,7 +285,9 @@ class TimedGraph:
     """A graph that runs node by node, in order, with a clock beside each of them.
 
     A collective is waited for where it starts, after a barrier of its group, so that it is timed
-    alone, and so is what runs between its start and its wait.
+    alone, and so is what runs between its start and its wait. The last rank of the group starts it
+    `LATE_S` after the others, for ranks are never there together in training, and a collective may
+    take longer then: gloo's all-to-all twice as long. Its time is from that last start.
     """
 
     def __init__(self, gm: fx.GraphModule, seen: Seen) -> None:
@@ -315,8 +317,14 @@ class TimedGraph:
         target: Any = node.target
         alone = collectives.waits_of(node) if _is_timed_alone(node) else []
         waits: list[Any] = [wait.target for wait in alone]
+        ahead_s = 0.0
         if waits:
-            dist.barrier(groups.resolve(collectives.group_of(node)))
+            group = groups.resolve(collectives.group_of(node))
+            dist.barrier(group)
+            if group.rank() == group.size() - 1:
+                _pause(LATE_S)
+            else:
+                ahead_s = LATE_S
         began = time.perf_counter()
         values[node] = target(*args, **kwargs)
         issued = time.perf_counter()
@@ -332,7 +340,16 @@ class TimedGraph:
         call_s = issued - began + time.perf_counter() - dying
         self._seen.calls_us.setdefault(node.name, []).append(call_s * 1e6)
         if waits:
-            self._seen.links_us.setdefault(node.name, []).append((arrived - issued) * 1e6)
+            took_us = max(0.0, arrived - issued - ahead_s) * 1e6
+            self._seen.links_us.setdefault(node.name, []).append(took_us)
+
+
+def _pause(seconds: float) -> None:
+    """To the microsecond: a sleep alone ends late."""
+    end = time.perf_counter() + seconds
+    time.sleep(seconds / 2)
+    while time.perf_counter() < end:
+        pass
 
 
 def _is_timed_alone(node: fx.Node) -> bool:
@@ -467,13 +484,10 @@ def _mean(calls: Sequence[Call]) -> Call:
 
 
 def _decisive(ranks: Sequence[Call]) -> Call:
-    """Of one call on several ranks: the slowest, which the others wait for. A collective's ends for
-    all at once, so its time is that of the rank that came last."""
-    is_link = any(call.issue_us for call in ranks)
-    us = [call.us for call in ranks]
+    """Of one call on several ranks: the slowest, which the others wait for."""
     return dataclasses.replace(
         ranks[0],
-        us=min(us) if is_link else max(us),
+        us=max(call.us for call in ranks),
         min_us=min(call.min_us for call in ranks),
         issue_us=max(call.issue_us for call in ranks),
     )
