@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator
+from typing import Any
 from unittest import mock
 
 from torch import fx
@@ -96,8 +98,9 @@ def in_place_of_ours() -> Generator[None]:
     """Programs that are compiled meanwhile are sliced by ours and ordered by torch's scheduler."""
     ours = presets.moe
 
-    def moe(slices: int, axis: str = "batch") -> presets.Preset:
-        return dataclasses.replace(ours(slices, axis), final=(TorchSchedule(), Legalize()))
+    @functools.wraps(ours)
+    def moe(*args: Any, **kwargs: Any) -> presets.Preset:
+        return dataclasses.replace(ours(*args, **kwargs), final=(TorchSchedule(), Legalize()))
 
     with mock.patch.object(presets, "moe", moe):
         yield
