@@ -173,7 +173,7 @@ def weigh_inverse(x: Tensor, rows: Tensor, weights: Tensor, order: Tensor, tok: 
 def weigh_put(x: Tensor, rows: Tensor, weights: Tensor, order: Tensor, tok: Tensor) -> Tensor:
     restored = torch.zeros(order.shape[0], x.shape[1])
     restored[order] = rows
-    return torch.einsum("tkd,tk->td", restored.view(*weights.shape, -1), weights)
+    return torch.einsum("tkd,tk->td", restored.view(*weights.shape, x.shape[1]), weights)
 
 
 def weigh_copy(x: Tensor, rows: Tensor, weights: Tensor, order: Tensor, tok: Tensor) -> Tensor:
