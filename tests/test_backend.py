@@ -212,6 +212,7 @@ def modes(rank: int, num_ranks: int) -> list[tuple[float, float]]:
     return pairs
 
 
+@pytest.mark.slow
 def test_train_and_eval_switches() -> None:
     for pairs in run_ranks(modes, 2, timeout_s=280):
         for found, expected in pairs:

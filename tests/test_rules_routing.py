@@ -212,7 +212,9 @@ def test_sums_over_slices_are_listed_once_per_parameter(ranks: int) -> None:
         # Of another size per rank; fewer rows than slices; none at all.
         (("scatter_add",), ((5, 4), (2, 9), (0, 4)), 3),
         (("labels", "put_back", "in_groups", "top_8"), ((5, 4),), 2),
-        (("mean_of_rows", "capacity", "descending"), ((5, 4),), 2),
+        pytest.param(
+            ("mean_of_rows", "capacity", "descending"), ((5, 4),), 2, marks=pytest.mark.slow
+        ),
     ],
     ids=["batches", "right", "wrong"],
 )
@@ -228,7 +230,7 @@ def test_layer_on_two_ranks(
     ("axis", "names", "slices"),
     [
         pytest.param("token", ("scatter_add", "capacity"), 3, marks=pytest.mark.slow),
-        ("expert", ("onehot", "mean_of_rows"), 3),
+        pytest.param("expert", ("onehot", "mean_of_rows"), 3, marks=pytest.mark.slow),
         pytest.param("token", ("labels", "put_back", "top_8"), 3, marks=pytest.mark.slow),
         pytest.param("expert", ("scatter_add", "labels", "put_back"), 2, marks=pytest.mark.slow),
         pytest.param("expert", ("top_8", "grouped", "titan"), 2, marks=pytest.mark.slow),
