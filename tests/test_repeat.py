@@ -103,7 +103,8 @@ def parts_of(model: nn.Module, x: Tensor) -> Parts:
         return parts
 
     def compiler(gm: fx.GraphModule, inputs: Any) -> Any:
-        return gm.forward
+        # A function of its own: `gm.forward` may be one that all lazily compiled modules share.
+        return lambda *args: gm(*args)
 
     def capture(gm: fx.GraphModule, inputs: Any) -> Any:
         given = list(inputs)
